@@ -112,6 +112,7 @@ class SimulatedCluster:
         seed: Seed of the compute jitter.
         faulty: True if the run has faults, such as lost workers.
         spans: Activities of all workers so far.
+        totals: Function that returns the totals (``Stats``) of a worker's last training, by rank.
         connections: Groups of connected workers, and the failures of their connections.
         size: Number of workers at the start.
     """
@@ -122,6 +123,7 @@ class SimulatedCluster:
     seed: int
     faulty: bool = False
     spans: list[Span] = field(default_factory=list)
+    totals: dict[int, Callable[[], object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.size = len(self.workers.all)

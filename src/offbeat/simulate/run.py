@@ -1,9 +1,8 @@
 """The function ``offbeat.simulate``: run a training function on simulated workers."""
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -86,7 +85,7 @@ def simulate(
     cluster = SimulatedCluster(simulated, network, compute, seed, faulty=bool(faults))
     connections = cluster.connections
     initial = connections.open(range(workers))
-    attached: dict[int, list[SimulatedCommunicator]] = defaultdict(list)
+    trainings: Counter[int] = Counter()  # so far, by rank
     services: dict[int, MembershipService] = {}  # the key is the number of earlier trainings
 
     def lose(rank: int) -> None:
@@ -99,15 +98,15 @@ def simulate(
 
         def run_worker(current: SimulatedWorker) -> Any:
             rank = current.rank
-            communicators = attached[rank]
 
             def make(timeout_seconds: float) -> SimulatedCommunicator:
-                number = len(communicators)
+                number = trainings[rank]
                 if number not in services:
                     limit = timeout_seconds if faults else math.inf
                     services[number] = MembershipService(cluster, number, limit)
-                communicators.append(services[number].start(rank))
-                return communicators[-1]
+                communicator = services[number].start(rank)
+                trainings[rank] += 1
+                return communicator
 
             group = initial if rank < workers else connections.open([rank])
             context = 0 if rank < workers else -1_000_000 - rank
@@ -121,9 +120,8 @@ def simulate(
 
         try:
             simulated.run(run_worker)
-            return Simulation.of(cluster, [attached[each.rank] for each in simulated.all])
+            return Simulation.of(cluster)
         finally:
             # Break a reference cycle that contains the models of the workers. They would stay in
             # memory until the next run of the garbage collector.
-            for communicator in chain.from_iterable(attached.values()):
-                communicator.host.totals.clear()
+            cluster.totals.clear()

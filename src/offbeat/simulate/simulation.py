@@ -1,14 +1,12 @@
 """The result of a simulated run: duration, results, timeline, and their display."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offbeat.display.plots import new_figure
 from offbeat.simulate.cluster import SimulatedCluster, Span
-from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.network import Network
 from offbeat.telemetry import Stats
@@ -41,13 +39,8 @@ class Simulation:
     configuration: dict[str, Any]
 
     @classmethod
-    def of(
-        cls, cluster: SimulatedCluster, attached: Sequence[Sequence[SimulatedCommunicator]]
-    ) -> "Simulation":
-        """Return the result of a finished run.
-
-        ``attached`` lists the communicators that each worker opened with ``attach``, by rank.
-        """
+    def of(cls, cluster: SimulatedCluster) -> "Simulation":
+        """Return the result of a finished run."""
         ends = [float(worker.finished_seconds or 0.0) for worker in cluster.workers.all]
         spans = sorted(cluster.spans, key=lambda span: (span.end, span.start, span.rank))
         spent = {
@@ -60,9 +53,9 @@ class Simulation:
             if not span.inside:
                 sent[span.rank] += span.sent
         stats: list[Stats | None] = []
-        for communicators in attached:
-            totals = [total() for each in communicators for total in each.host.totals]
-            stats.append(totals[-1] if totals and isinstance(totals[-1], Stats) else None)
+        for worker in cluster.workers.all:
+            total = cluster.totals[worker.rank]() if worker.rank in cluster.totals else None
+            stats.append(total if isinstance(total, Stats) else None)
         return cls(
             seconds=max(ends),
             results=[worker.result for worker in cluster.workers.all],
