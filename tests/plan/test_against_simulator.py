@@ -185,13 +185,13 @@ class Smaller:
         rows = {"exchange": members, "gather": 1 if members == 2 else 0} if case.clocked else {}
 
         class LargerMessages(Network):
-            def collective_cost(self, kind: Any, size: float, *rest: Any) -> tuple[float, float]:
-                votes = kind == "gather" and size <= 96
-                agreement = kind == "reduce" and size < tensor_bytes / case.workers_per_node
+            def collective_cost(self, kind: Any, size_bytes: float, *rest: Any) -> Any:
+                votes = kind == "gather" and size_bytes <= 96
+                agreement = kind == "reduce" and size_bytes < tensor_bytes / case.workers_per_node
                 same = 88 * rows.get(kind, 0) / case.workers_per_node
                 if votes or agreement:
-                    same = size
-                larger = same + factor * (size - same)
+                    same = size_bytes
+                larger = same + factor * (size_bytes - same)
                 return super().collective_cost(kind, larger, *rest)
 
         return LargerMessages(case.bandwidth, case.latency, workers_per_node=case.workers_per_node)

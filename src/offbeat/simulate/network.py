@@ -158,7 +158,12 @@ class Network:
         return sending, receiving, float(self.latency)
 
     def collective_cost(
-        self, kind: CollectiveKind, size: float, ranks: Sequence[int], sharing: int, now: float
+        self,
+        kind: CollectiveKind,
+        size_bytes: float,
+        ranks: Sequence[int],
+        sharing: int,
+        now: float,
     ) -> tuple[float, float]:
         """Return the seconds of a collective of ``ranks``, and the bytes that a worker sends.
 
@@ -170,7 +175,7 @@ class Network:
 
         Args:
             kind: Kind of the collective.
-            size: Size M of the tensor of each worker, bytes.
+            size_bytes: Size M of the tensor of each worker, bytes.
             ranks: Ranks of the workers.
             sharing: Number of such collectives that use the links of the nodes at the same time.
             now: Virtual time at which the collective starts.
@@ -184,7 +189,7 @@ class Network:
             between = min(self.bits_per_second(rank, now) / 8 / flows for rank in ranks)
             rate = min(between, rate) if in_node > 1 else between
             latency = float(self.latency)
-        return cost(kind, size, len(ranks), rate, latency)
+        return cost(kind, size_bytes, len(ranks), rate, latency)
 
     @property
     def _inside(self) -> tuple[float, float]:
