@@ -26,6 +26,7 @@ import numpy as np
 
 from offbeat.arguments import (
     Precision,
+    Range,
     did_you_mean,
     require_choice,
     require_integer,
@@ -589,9 +590,7 @@ def plan(
         raise ValueError(
             f"workers={workers} do not fill nodes of workers_per_node={workers_per_node}"
         )
-    require_number("jitter", jitter)
-    if not 0 <= jitter <= 1:
-        raise ValueError(f"jitter must be in [0, 1], like 0.1 for 10 % of a step, got {jitter}")
+    require_number("jitter", jitter, Range(least=0, most=1, hint="0.1 for 10 % of a step"))
     if workers_per_node == 1 and (inside is not None or inside_latency is not None):
         raise ValueError("inside needs nodes of several workers: give workers_per_node")
     rate, delay = to_bandwidth(bandwidth), to_seconds(latency, allow_zero=True)
