@@ -12,10 +12,12 @@ Strategies that average models apply only the first rule during training.
 """
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
+_version_of = attrgetter("_version")  # no public name has it
 _COUNTERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -64,6 +66,7 @@ class Replica:
             ((name, p) for name, p in model.named_parameters() if id(p) in chosen),
             key=lambda item: item[0],
         )
+        self._tensors = [p for _, p in self.parameters]
         # Found only once, because a search takes longer than the average of a small part.
         self._saved_buffers = list(
             saved_buffers(model if buffers_of is None else buffers_of).values()
@@ -90,7 +93,7 @@ class Replica:
 
     def versions(self) -> list[int]:
         """Return torch's version counter of each averaged parameter, which counts its writes."""
-        return [p._version for _, p in self.parameters]
+        return [*map(_version_of, self._tensors)]
 
     # -- tensors ---------------------------------------------------------------------------------
 

@@ -69,11 +69,6 @@ class Consensus:
 
     # -- changes outside of a step ---------------------------------------------------------------
 
-    def step_ended(self) -> None:
-        """Handle the end of a training step."""
-        self.ended = False
-        self.note_parameters()
-
     def note_start(self) -> None:
         """Handle a model from which training starts or continues, equal on all workers."""
         self._iteration.loaded = False
@@ -81,8 +76,11 @@ class Consensus:
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Store the parameters' version counters, which torch increments at each write."""
-        self._worker.touched = False
+        """Store the parameters' version counters, which torch increments at each write.
+
+        Called at the end of each step, and when the model was replaced.
+        """
+        self._worker.touched = self.ended = False
         self._versions = self._worker.replica.versions()
 
     def check_parameters(self, what: str, *, finishing: bool = False) -> None:

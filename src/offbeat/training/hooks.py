@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from offbeat.averaging import AttachedOptimizer
 from offbeat.errors import AttachError
 from offbeat.training.iteration import Iteration
+from offbeat.training.learning_rate.step_factor import StepFactor
 from offbeat.training.optimizers import enable_step_hooks, inner_optimizers
 
 
@@ -19,12 +20,15 @@ class Removable(Protocol):
         """Undo the change."""
 
 
-def hook_optimizer(attached: AttachedOptimizer, iteration: Iteration) -> list[Removable]:
+def hook_optimizer(
+    attached: AttachedOptimizer, iteration: Iteration, factor: StepFactor | None
+) -> list[Removable]:
     """Call ``iteration.before_step`` before and ``iteration.complete`` after every optimizer step.
 
-    In a step with a closure, ``before_step`` is called after the closure. The hooks raise an
-    AttachError if the optimizer does not call its closure exactly once in a step, or if it contains
-    an inner optimizer that steps outside of ``optimizer.step``.
+    ``factor`` changes the learning rates during the step. In a step with a closure, ``before_step``
+    is called after the closure. The hooks raise an AttachError if the optimizer does not call its
+    closure exactly once in a step, or if it contains an inner optimizer that steps outside of
+    ``optimizer.step``.
     """
     optimizer, index = attached.optimizer, attached.index
     in_step = uncalled = False
@@ -35,7 +39,11 @@ def hook_optimizer(attached: AttachedOptimizer, iteration: Iteration) -> list[Re
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             iteration.before_step(index)
+            if factor is not None:
+                factor.apply()
             return None
+        if factor is not None:
+            factor.apply()
         called, uncalled = False, True
 
         def once() -> Any:
@@ -80,6 +88,7 @@ def hook_optimizer(attached: AttachedOptimizer, iteration: Iteration) -> list[Re
     untraced: Callable[[Any], Any] = torch.compiler.disable
     enable_step_hooks(optimizer)
     return [
+        *([] if factor is None else [factor]),
         optimizer.register_step_pre_hook(untraced(before)),
         optimizer.register_step_post_hook(untraced(after)),
         *(

@@ -21,27 +21,25 @@ class StepFactor:
 
     Args:
         optimizer: The optimizer.
-        factors: Returns the factor (> 0) of each parameter group for the next step.
-        stepped: Called at the end of each step.
+        factors: Returns the factors (> 0) for the next step: one for each parameter group, or one
+            number for all of them.
+        stepped: Called at the end of each step. None: not called.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        factors: Callable[[], list[float]],
-        stepped: Callable[[], object] = lambda: None,
+        factors: Callable[[], list[float] | float],
+        stepped: Callable[[], object] | None = None,
     ) -> None:
-        self._factors, self._stepped = factors, stepped
+        self._optimizer, self._factors, self._stepped = optimizer, factors, stepped
         self._changed: list[tuple[dict[str, Any], str, Any]] = []  # group, name, value before
         untraced: Any = torch.compiler.disable  # a compiled step would contain the hooks
-        self._hooks = [
-            optimizer.register_step_pre_hook(untraced(self._before)),
-            optimizer.register_step_post_hook(untraced(self._after)),
-            optimizer.register_state_dict_post_hook(self._without_factors),
-        ]
+        after = optimizer.register_step_post_hook(untraced(self._after))
         # Before all other hooks: a scheduler in a hook, or a sink, must not see changed rates.
-        hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
-        hooks.move_to_end(self._hooks[1].id, last=False)
+        hooks: Any = after.hooks_dict_ref()  # an OrderedDict
+        hooks.move_to_end(after.id, last=False)
+        self._hooks = [after, optimizer.register_state_dict_post_hook(self._without_factors)]
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -49,16 +47,24 @@ class StepFactor:
             hook.remove()
         self._restore()
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()  # an earlier step has failed, or this step runs inside another one
-        for group, factor in zip(optimizer.param_groups, self._factors(), strict=True):
+    def apply(self) -> None:
+        """Multiply the learning rates until the end of the step that begins now."""
+        if self._changed:  # an earlier step has failed, or this step runs inside another one
+            self._restore()
+        factors, groups = self._factors(), self._optimizer.param_groups
+        if factors == 1:
+            return
+        each = factors if isinstance(factors, list) else [factors] * len(groups)
+        for group, factor in zip(groups, each, strict=True):
             self._multiply(group, "lr", factor)
             if group.get("decoupled_weight_decay"):
                 self._multiply(group, "weight_decay", 1 / factor)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()
-        self._stepped()
+        if self._changed:
+            self._restore()
+        if self._stepped is not None:
+            self._stepped()
 
     def _without_factors(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Restore the values in a state, which a worker that joins may get inside ``step()``."""
