@@ -28,14 +28,15 @@ def saved_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """
     modules = dict(model.named_modules())
     done = {
-        id(module._buffers[name])
+        id(buffer)
         for module in modules.values()
-        for name in module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if name in module._non_persistent_buffers_set  # state_dict() may run code of the user
     }
     found: dict[str, tuple[nn.Module, str]] = {}
     for prefix, module in modules.items():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in done:
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if id(buffer) not in done:
                 done.add(id(buffer))
                 found[f"{prefix}.{name}" if prefix else name] = (module, name)
     return dict(sorted(found.items()))
@@ -103,20 +104,20 @@ class Replica:
 
     def float_buffers(self) -> list[Tensor]:
         """Return the floating-point and complex buffers."""
-        return [b for b in self._buffers() if b.is_floating_point() or b.is_complex()]
+        return [b for b in self._present_buffers() if b.is_floating_point() or b.is_complex()]
 
     def integer_buffers(self) -> list[Tensor]:
         """Return the signed integer buffers."""
-        return [b for b in self._buffers() if b.dtype in _COUNTERS]
+        return [b for b in self._present_buffers() if b.dtype in _COUNTERS]
 
     def other_buffers(self) -> list[Tensor]:
         """Return all other buffers."""
         done = {id(b) for b in (*self.float_buffers(), *self.integer_buffers())}
-        return [b for b in self._buffers() if id(b) not in done]
+        return [b for b in self._present_buffers() if id(b) not in done]
 
-    def _buffers(self) -> list[Tensor]:
-        found = (module._buffers.get(name) for module, name in self._saved_buffers)
-        return [buffer for buffer in found if buffer is not None]
+    def _present_buffers(self) -> list[Tensor]:
+        found = [getattr(module, name, None) for module, name in self._saved_buffers]
+        return [buffer for buffer in found if isinstance(buffer, Tensor)]
 
     def averaged(self) -> list[Tensor]:
         """Return the averaged parameters and buffers."""
