@@ -302,7 +302,9 @@ class Iteration:
     def _elastic_gradients_ready(
         self, optimizer: AttachedOptimizer, *, last: bool, again: bool
     ) -> bool:
+        """Call the flow's ``gradients_ready``. After a failure, begin the next view and retry."""
         assert self.recover is not None
+        worker = self._worker
         while True:
             try:
                 if self._failure is not None:
@@ -310,22 +312,13 @@ class Iteration:
                 self.recover.require_current_view()
                 return self.flow.gradients_ready(optimizer, last=last and not again)
             except CommunicationError as error:
-                if self._recover_before_step(error, optimizer, last=last):
-                    return True
-
-    def _recover_before_step(
-        self, error: CommunicationError, optimizer: AttachedOptimizer, *, last: bool
-    ) -> bool:
-        """Begin the next view. Returns True if this worker must skip the current step."""
-        assert self.recover is not None
-        worker = self._worker
-        worker.step -= last  # without this step, because the next view begins before it
-        skip = self.recover(error)
-        worker.step += last
-        if skip:
-            for parameter in optimizer.parameters:
-                parameter.grad = None  # the optimizer does not change a parameter without gradient
-        return skip
+                worker.step -= last  # without this step, because the next view begins before it
+                skip = self.recover(error)
+                worker.step += last
+            if skip:  # the optimizer does not change a parameter without gradient
+                for parameter in optimizer.parameters:
+                    parameter.grad = None
+                return True
 
     def complete(self, index: int, *, skipped: bool = False) -> None:
         """Report a step of optimizer ``index`` to the flow. The last optimizer ends the iteration.
