@@ -35,32 +35,32 @@ def hook_optimizer(
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
         nonlocal in_step, uncalled
-        in_step, uncalled = True, False
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        in_step, uncalled, changed = True, closure is not None, None
         if closure is None:
             iteration.before_step(index)
-            if factor is not None:
-                factor.apply()
-            return None
+        elif len(args) > 1:
+            changed = (args[0], called_once(closure), *args[2:]), kwargs
+        else:
+            changed = args, {**kwargs, "closure": called_once(closure)}
         if factor is not None:
             factor.apply()
-        called, uncalled = False, True
+        return changed
 
+    def called_once(closure: Callable[[], Any]) -> Callable[[], Any]:
         def once() -> Any:
-            nonlocal called, uncalled
-            if called:
+            nonlocal uncalled
+            if not uncalled:
                 raise AttachError(
                     f"{type(optimizer).__name__} calls its closure more than once a step, "
                     "which cannot be synchronized; call it outside of step()"
                 )
-            called, uncalled = True, False
+            uncalled = False
             loss = closure()
             iteration.before_step(index)
             return loss
 
-        if len(args) > 1:
-            return (args[0], once, *args[2:]), kwargs
-        return args, {**kwargs, "closure": once}
+        return once
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal in_step
