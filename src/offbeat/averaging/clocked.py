@@ -258,7 +258,7 @@ class ClockedAverager(Averager):
     def wait_for_all(self, order: Sequence[int], *, finishing: bool) -> Round:
         worker = self.worker
         self.pace.began = None  # a barrier is no part of a step
-        if worker.size == 1:
+        if self._alone:
             return super().wait_for_all(order, finishing=finishing)
         warning = None if finishing else WaitingWarning(worker)
         while self._flying:

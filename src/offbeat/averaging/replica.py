@@ -17,7 +17,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-_version_of = attrgetter("_version")  # no public name has it
+_version_of = attrgetter("_version")  # torch has no public name for it
 _COUNTERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -31,7 +31,7 @@ def saved_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         id(buffer)
         for module in modules.values()
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if name in module._non_persistent_buffers_set  # state_dict() may run code of the user
+        if name in module._non_persistent_buffers_set  # state_dict() could run code of the user
     }
     found: dict[str, tuple[nn.Module, str]] = {}
     for prefix, module in modules.items():
@@ -121,7 +121,7 @@ class Replica:
 
     def averaged(self) -> list[Tensor]:
         """Return the averaged parameters and buffers."""
-        return [*(p for _, p in self.parameters), *self.float_buffers()]
+        return [*self._tensors, *self.float_buffers()]
 
     def _synchronized(self) -> list[Tensor]:
         return [*self.averaged(), *self.integer_buffers(), *self.other_buffers()]

@@ -76,9 +76,10 @@ class Consensus:
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Store the parameters' version counters, which torch increments at each write.
+        """Note that the model is the local one, and the version counters of its parameters.
 
-        Called at the end of each step, and when the model was replaced.
+        Torch increments a counter at each write. Called at the end of each step, and when the model
+        was replaced.
         """
         self._worker.touched = self.ended = False
         self._versions = self._worker.replica.versions()
