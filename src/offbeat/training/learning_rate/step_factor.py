@@ -33,7 +33,8 @@ class StepFactor:
         stepped: Callable[[], object] | None = None,
     ) -> None:
         self._optimizer, self._factors, self._stepped = optimizer, factors, stepped
-        self._changed: list[tuple[dict[str, Any], str, Any]] = []  # group, name, value before
+        # Each parameter group, with the values before the step. Empty outside of steps.
+        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         untraced: Any = torch.compiler.disable  # a compiled step would contain the hooks
         after = optimizer.register_step_post_hook(untraced(self._after))
         # Before all other hooks: a scheduler in a hook, or a sink, must not see changed rates.
@@ -49,36 +50,32 @@ class StepFactor:
 
     def apply(self) -> None:
         """Multiply the learning rates until the end of the step that begins now."""
-        if self._changed:  # an earlier step has failed, or this step runs inside another one
+        if self._saved:  # an earlier step has failed, or this step runs inside another one
             self._restore()
         factors, groups = self._factors(), self._optimizer.param_groups
         if factors == 1:
             return
         each = factors if isinstance(factors, list) else [factors] * len(groups)
         for group, factor in zip(groups, each, strict=True):
-            self._multiply(group, "lr", factor)
+            # Not in place: by default all groups share the tensor of a learning rate.
+            changed = {"lr": group["lr"] * factor}
             if group.get("decoupled_weight_decay"):
-                self._multiply(group, "weight_decay", 1 / factor)
+                changed["weight_decay"] = group["weight_decay"] * (1 / factor)
+            self._saved.append((group, {name: group[name] for name in changed}))
+            group.update(changed)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._changed:
+        if self._saved:
             self._restore()
         if self._stepped is not None:
             self._stepped()
 
+    def _restore(self) -> None:
+        for group, values in self._saved:
+            group.update(values)
+        self._saved.clear()
+
     def _without_factors(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Restore the values in a state, which a worker that joins may get inside ``step()``."""
-        for changed, name, value in self._changed:
-            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-                if group is changed:
-                    saved[name] = value
-
-    def _multiply(self, group: dict[str, Any], name: str, factor: float) -> None:
-        # Not in place: by default all groups share the tensor of a learning rate.
-        self._changed.append((group, name, group[name]))
-        group[name] = group[name] * factor
-
-    def _restore(self) -> None:
-        for group, name, value in self._changed:
-            group[name] = value
-        self._changed.clear()
+        for (_, values), group in zip(self._saved, state["param_groups"], strict=False):
+            group.update(values)
