@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 
 class StepFactor:
@@ -35,12 +36,16 @@ class StepFactor:
         self._optimizer, self._factors, self._stepped = optimizer, factors, stepped
         # Each parameter group, with the values before the step. Empty outside of steps.
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._hooks: list[RemovableHandle] = []  # added before the first factor that is not 1
+
+    def _add_hooks(self) -> None:
         untraced: Any = torch.compiler.disable  # a compiled step would contain the hooks
-        after = optimizer.register_step_post_hook(untraced(self._after))
+        after = self._optimizer.register_step_post_hook(untraced(self._after))
         # Before all other hooks: a scheduler in a hook, or a sink, must not see changed rates.
         hooks: Any = after.hooks_dict_ref()  # an OrderedDict
         hooks.move_to_end(after.id, last=False)
-        self._hooks = [after, optimizer.register_state_dict_post_hook(self._without_factors)]
+        saved = self._optimizer.register_state_dict_post_hook(self._without_factors)
+        self._hooks = [after, saved]
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -55,6 +60,8 @@ class StepFactor:
         factors, groups = self._factors(), self._optimizer.param_groups
         if factors == 1:
             return
+        if not self._hooks:
+            self._add_hooks()
         each = factors if isinstance(factors, list) else [factors] * len(groups)
         for group, factor in zip(groups, each, strict=True):
             # Not in place: by default all groups share the tensor of a learning rate.
