@@ -137,6 +137,7 @@ class Averager(Flow):
             fresh_step=worker.step,
             checked_step=worker.step,
         )
+        self.report()
 
     def _make_parts(self) -> None:
         worker, shared, team = self.worker, self.shared, self.worker.team
@@ -222,9 +223,12 @@ class Averager(Flow):
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         if last and self.strategy.gradient_norm:
-            self.state.view.gradient_norm_squared = sum(self._squared.values())
-            self._squared.clear()
+            self._sum_squares()
         return False
+
+    def _sum_squares(self) -> None:
+        self.state.view.gradient_norm_squared = sum(self._squared.values())
+        self._squared.clear()
 
     @override
     def step_skipped(self) -> None:
@@ -254,6 +258,7 @@ class Averager(Flow):
         exact = self.precision is None
         flight = Flight([*parts], message, weight, total, steps, worker.step, exact)
         flight.measures = self.shared.error_feedback
+        self.report()
         for space in self.spaces:
             space.x.refresh()
         check = worker.size > 1 and self.precision in (None, "bfloat16")
@@ -354,6 +359,7 @@ class Averager(Flow):
             sent, mean = worker.team.sum_over_node(sent_squared, mean_squared)
             before = view.squares
             view.squares = keep * before[0] + sent, keep * before[1] + mean
+        self.report()
 
     def _share(self, parts: Sequence[Part]) -> None:
         """Let the other processes of a node have what this one has averaged. Blocks in a node."""
@@ -396,7 +402,7 @@ class Averager(Flow):
             worker.details["staleness_max"] = staleness
 
     def report(self) -> None:
-        """Update ``Stats.details``."""
+        """Update ``Stats.details`` after a launch or a landing."""
         state, view, details = self.state, self.state.view, self.worker.details
         details.update(parts=view.count, launches=view.launches, landings=state.landings)
         if not self.shared.blocking:
@@ -413,7 +419,6 @@ class Averager(Flow):
         worker = self.worker
         if final:
             self.settle()
-            self.report()
         for flight in self._flying:
             flight.show()
             self._share(flight.parts)
@@ -473,6 +478,7 @@ class Averager(Flow):
         for part, step in zip(self.parts, state.synced_steps, strict=True):
             part.synced_step = step
         state.delayed = Round.saved(state.saved_tally) if state.saved_tally else None
+        self.report()
 
 
 class RoundAverager(Averager):
@@ -499,8 +505,9 @@ class RoundAverager(Averager):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        super().gradients_ready(optimizer, last=last)
         if last:
+            if self.strategy.gradient_norm:
+                self._sum_squares()
             self._wanted = float(self.strategy.due(self.view_of(stepping=True)))
             if self._wanted > 0:
                 self._pending = self.vote(0, stepping=True)
@@ -519,7 +526,6 @@ class RoundAverager(Averager):
             self.strategy.after_step(self.view_of(stepping=True))
         round, self._pending = self._pending, None
         synced = round is not None and bool(self.act(round))
-        self.report()
         return synced or state.landings > landings
 
     @override

@@ -60,6 +60,7 @@ class Team:
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
         stages: Starts the second stages of sums of the current view, in a background thread.
         movers: Moves the shared model by sums that have arrived, in another background thread.
+        host: Clock and background threads of this worker.
         account: Bytes sent and time waited in all views.
         membership: Interface for agreeing on the next view; None if the training is not elastic.
     """
@@ -79,6 +80,7 @@ class Team:
         self.view, self.members = view.number, view.members
         self.membership: Membership | None = view.communicator.membership
         self.communicator = Accounting(view.communicator, self.account)
+        self.host: Host = view.communicator.host
         self.stages = Stages(view.communicator, "second stages of sums")
         self.movers = Stages(view.communicator, "landings of parts")
 
@@ -114,11 +116,6 @@ class Team:
     def everyone(self) -> Communicator:
         """Communicator between all processes of all nodes; without nodes, between all workers."""
         return self.communicator if self.node is None else self.node.everyone
-
-    @property
-    def host(self) -> Host:
-        """Clock and background threads of this worker."""
-        return self.communicator.host
 
     @property
     def sharded(self) -> bool:
