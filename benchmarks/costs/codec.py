@@ -20,7 +20,7 @@ MILLIONS = 8
 def round_all(codec: Codec, x: Tensor, rows: Tensor) -> None:
     """Quantize piece after piece from a copy, as a launch does."""
     scratch = torch.empty(PIECE_BLOCKS * BLOCK)
-    for some_rows, numbers in pieces(len(rows)):
+    for some_rows, numbers in pieces(rows):
         values = scratch[: len(rows[some_rows]) * BLOCK]
         values.copy_(x[numbers])
         codec.encode(values, rows[some_rows], keep_error=False)

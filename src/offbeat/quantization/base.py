@@ -45,13 +45,14 @@ class Codec(ABC):
         """values ← values + decoded numbers. ``values`` is float32, a whole number of blocks."""
 
 
-def pieces(blocks: int, *, whole: bool = False) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows and the numbers of each piece of ``blocks`` blocks.
+def pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows and the numbers of each piece of encoded blocks.
 
-    A CPU processes one piece after the other, because it fits into the cache. With ``whole``, as
-    on a GPU, there is a single piece.
+    A CPU processes one piece after the other, because it fits into the cache. On a GPU there is a
+    single piece.
     """
-    step = max(1, blocks) if whole else PIECE_BLOCKS
+    blocks = len(rows)
+    step = PIECE_BLOCKS if rows.is_cpu else max(1, blocks)
     for start in range(0, blocks, step):
         stop = min(start + step, blocks)
         yield slice(start, stop), slice(start * BLOCK, stop * BLOCK)

@@ -18,7 +18,7 @@ class BFloat16(Codec):
 
     @override
     def encode(self, values: Tensor, rows: Tensor, *, keep_error: bool = True) -> None:
-        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
+        for some_rows, numbers in pieces(rows):
             part = values[numbers]
             rounded = part.to(torch.bfloat16)
             rows[some_rows].view(torch.bfloat16).copy_(rounded.view(-1, BLOCK))

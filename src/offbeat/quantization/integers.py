@@ -62,7 +62,7 @@ class IntegerCodec(Codec):
         if loops is not None:
             loops.encode(values.numpy(), rows.numpy(), self.bits, keep_error)
             return
-        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
+        for some_rows, numbers in pieces(rows):
             scale, packed = self._split(rows[some_rows])
             x = values[numbers].view(-1, BLOCK)
             if self.bits == 2:
@@ -88,7 +88,7 @@ class IntegerCodec(Codec):
         if loops is not None:
             loops.decode(values.numpy(), rows.numpy(), self.bits, False)
             return
-        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
+        for some_rows, numbers in pieces(rows):
             part = values[numbers]
             if part.dtype == torch.float32 and part.numel() % BLOCK == 0:
                 self._decode_blocks(rows[some_rows], part)
@@ -104,7 +104,7 @@ class IntegerCodec(Codec):
         if loops is not None:
             loops.decode(values.numpy(), rows.numpy(), self.bits, True)
             return
-        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
+        for some_rows, numbers in pieces(rows):
             part = values[numbers]
             decoded = torch.empty_like(part)
             self._decode_blocks(rows[some_rows], decoded)
