@@ -39,7 +39,7 @@ def codecs(repetitions: int) -> list[Result]:
             f"{precision}: round": lambda c=made, p=payload: round_all(c, x, p),
             f"{precision}: encode": lambda c=made, p=payload: c.encode(errors.copy_(x), p),
             f"{precision}: decode": lambda c=made, p=payload: c.decode(p, out),
-            f"{precision}: add": lambda c=made, p=payload: c.add(p, out),
+            f"{precision}: add": lambda c=made, p=payload: c.decode(p, out, add=True),
         }
     seconds = interleave(functions, repetitions)
     config = {"elements": elements, "repetitions": repetitions, "threads": 1}

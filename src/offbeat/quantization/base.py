@@ -37,12 +37,11 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, rows: Tensor, values: Tensor) -> None:
-        """values ← decoded numbers. ``values`` has any float type, and may end inside a block."""
+    def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
+        """values ← decoded numbers, or values + decoded numbers with ``add``.
 
-    @abstractmethod
-    def add(self, rows: Tensor, values: Tensor) -> None:
-        """values ← values + decoded numbers. ``values`` is float32, a whole number of blocks."""
+        ``values`` is float32, 1-D, and may end inside a block.
+        """
 
 
 def pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -83,32 +83,24 @@ class IntegerCodec(Codec):
             self._pack(rounded.to(torch.int8), packed)
 
     @override
-    def decode(self, rows: Tensor, values: Tensor) -> None:
+    def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
         loops = kernels_for(values)
         if loops is not None:
-            loops.decode(values.numpy(), rows.numpy(), self.bits, False)
+            loops.decode(values.numpy(), rows.numpy(), self.bits, add)
             return
+        # ``unit`` removes the factor of ``_unpack``. ``scale * unit`` is exact: ``unit`` is a power
+        # of two, and a scale is never so small that the product loses bits (SMALLEST_SCALE).
+        unit = 1.0 if self.bits == 2 else 2.0 ** (self.bits - 8)
         for some_rows, numbers in pieces(rows):
-            part = values[numbers]
-            if part.dtype == torch.float32 and part.numel() % BLOCK == 0:
-                self._decode_blocks(rows[some_rows], part)
-            else:
-                count = len(rows[some_rows]) * BLOCK
-                blocks = torch.empty(count, dtype=torch.float32, device=part.device)
-                self._decode_blocks(rows[some_rows], blocks)
-                part.copy_(blocks[: part.numel()])
-
-    @override
-    def add(self, rows: Tensor, values: Tensor) -> None:
-        loops = kernels_for(values)
-        if loops is not None:
-            loops.decode(values.numpy(), rows.numpy(), self.bits, True)
-            return
-        for some_rows, numbers in pieces(rows):
-            part = values[numbers]
-            decoded = torch.empty_like(part)
-            self._decode_blocks(rows[some_rows], decoded)
-            part.add_(decoded)  # the product is rounded before the sum, as in the compiled loop
+            part, (scale, packed) = values[numbers], self._split(rows[some_rows])
+            out = part
+            if add or part.numel() % BLOCK:
+                out = part.new_empty(len(scale) * BLOCK)
+            out.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * unit)
+            if add:  # the product is rounded before the sum, as in the compiled loop
+                part.add_(out[: part.numel()])
+            elif out is not part:
+                part.copy_(out[: part.numel()])
 
     def _encode_ternary(self, x: Tensor, scale: Tensor, packed: Tensor, keep_error: bool) -> None:
         """Encode blocks ``x`` to −1, 0 and 1, and set their scales."""
@@ -175,14 +167,6 @@ class IntegerCodec(Codec):
             shift = i * self.bits
             column.bitwise_left_shift_(_int32(shift, device))
             words.bitwise_or_(column.bitwise_and_(_in_each_byte(mask << shift, device)))
-
-    def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
-        """Decode into ``values``, which is float32 and has whole blocks."""
-        scale, packed = self._split(rows)
-        # ``unit`` removes the factor of ``_unpack``. ``scale * unit`` is exact: ``unit`` is a power
-        # of two, and a scale is never so small that the product loses bits (SMALLEST_SCALE).
-        unit = 1.0 if self.bits == 2 else 2.0 ** (self.bits - 8)
-        values.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * unit)
 
     def _unpack(self, packed: Tensor) -> Tensor:
         """Return the integers. Those of 4 bits are in the highest bits of their bytes, times 16."""

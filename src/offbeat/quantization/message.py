@@ -136,7 +136,13 @@ class Message(ABC):
     Args:
         streams: The parts, in order.
         what: Name of the operation in errors.
+
+    Attributes:
+        votes: The vote of each worker, by rank, once the message has arrived.
+        integers: True if the updates are quantized to integers.
     """
+
+    integers = False
 
     def __init__(self, streams: Sequence[Stream], what: str) -> None:
         self.streams, self.what = streams, what
@@ -175,17 +181,6 @@ class Message(ABC):
 
         The arguments are those of ``write``. The tensors have any floating-point dtype.
         """
-
-    def packed(
-        self, part: int, piece: int, start: int, count: int
-    ) -> tuple[int, tuple[Any, ...]] | None:
-        """Return the encoded numbers from ``start`` on, for ``kernels.land``.
-
-        Returns:
-            Their number, at most ``count``, and the first four arguments of the loop. None if the
-            numbers are not integers on the CPU.
-        """
-        return None
 
 
 class ExactMessage(Message):
@@ -266,6 +261,7 @@ class QuantizedMessage(Message):
     ) -> None:
         super().__init__(streams, what)
         self._wire, self._codec = wire, CODECS[precision]()
+        self.integers = isinstance(self._codec, IntegerCodec)
         self._size = size = self._codec.block_bytes
         self._single = streams[0].errors is None
         workers = wire.team.size
@@ -316,7 +312,7 @@ class QuantizedMessage(Message):
     def finite(self) -> bool:
         """Return False if a scale is NaN. A GPU is read once."""
         count = sum(self._blocks)
-        if not (count and isinstance(self._codec, IntegerCodec)):
+        if not (count and self.integers):
             return True
         blocks = self._sent[:, : self._size * count].unflatten(1, (count, self._size))
         return not bool(blocks[..., :4].contiguous().view(torch.float32).isnan().any())
@@ -368,7 +364,7 @@ class QuantizedMessage(Message):
             for some, numbers in pieces(rows):
                 part = stream.errors[numbers]
                 for chunk in chunks:
-                    codec.add(chunk.view(-1, size)[some], part)
+                    codec.decode(chunk.view(-1, size)[some], part, add=True)
                 codec.encode(part, rows[some])
         assert self._wire.twin is not None
         return self._wire.twin.gather(out, what=self.what)
@@ -389,28 +385,13 @@ class QuantizedMessage(Message):
 
     def _decode(self, summands: Sequence[Tensor], out: Tensor) -> None:
         """out ← the sum of encoded blocks, added in their order."""
-        codec, device = self._codec, self._sent.device
-        if len(summands) == 1 and out.device == device:
-            codec.decode(summands[0], out)
-            return
-        total = torch.empty(len(summands[0]) * BLOCK, dtype=torch.float32, device=device)
-        codec.decode(summands[0], total)
-        for other in summands[1:]:
-            codec.add(other, total)
-        out.copy_(total[: out.numel()])
-
-    @override
-    def packed(
-        self, part: int, piece: int, start: int, count: int
-    ) -> tuple[int, tuple[Any, ...]] | None:
-        codec, sums = self._codec, self._sums
-        assert sums is not None
-        if not isinstance(codec, IntegerCodec) or not sums.is_cpu:
-            return None
-        row, first, _, numbers = next(self._ranges(part, piece, start, count))
-        rows = sums.numpy() if self._single else sums.numpy()[row : row + 1]
-        sent = self._sent.numpy()[row, first:]
-        return numbers, (rows, first, codec.bits, sent)
+        total = out
+        if out.dtype != torch.float32 or out.device != self._sent.device:
+            total = torch.empty(len(out), dtype=torch.float32, device=self._sent.device)
+        for index, rows in enumerate(summands):
+            self._codec.decode(rows, total, add=index > 0)
+        if total is not out:
+            out.copy_(total)
 
 
 class All(Handle[None]):
