@@ -48,6 +48,22 @@ def test_any_rows_decode_to_the_same_bits(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_numbers_are_encoded_to_the_same_bits(
+    precision: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the numbers is a tie between two integers only after the product is rounded."""
+    codec, generator = CODECS[precision](), torch.Generator().manual_seed(10)
+    numbers, results = torch.randn(300 * BLOCK, generator=generator), []
+    for _ in range(2):
+        rows = torch.empty(300, codec.block_bytes, dtype=torch.uint8)
+        codec.encode(numbers.clone(), rows, keep_error=keep)
+        results.append(rows)
+        monkeypatch.setattr(kernels, "kernels", lambda: None)
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("elements", [1, BLOCK - 1, 3 * BLOCK, 300 * BLOCK + 77])
 def test_the_loop_that_lands_has_the_bits_of_separate_operations(

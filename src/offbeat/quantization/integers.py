@@ -11,12 +11,6 @@ from typing_extensions import override
 from offbeat.quantization.base import Codec, pieces
 from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, TERNARY, THRESHOLD, kernels_for
 
-_ROUNDING = 1.5 * 2.0**23
-"""Adding this to a small float32 rounds it to an integer, because the sum has no fraction bits.
-
-The lowest bits of the sum are the integer in two's complement.
-"""
-
 
 class IntegerCodec(Codec):
     """Quantizes each block to integers from −L to L and one float32 scale.
@@ -103,16 +97,13 @@ class IntegerCodec(Codec):
         if not usual:
             inverse.masked_fill_((scale < SMALLEST_SCALE) | ~scale.isfinite(), 0.0)
             _mark_exceptions(scale)
-        if not keep_error:
-            # int8 takes the lowest byte of each sum, which is the integer.
-            torch.addcmul(x.new_full((BLOCK,), _ROUNDING), x, inverse, out=x)
-            return x.view(torch.int32).to(torch.int8)
         rounded = torch.mul(x, inverse).round_()
         if not finite:
             rounded.nan_to_num_(0.0, 0.0, 0.0)
-        x.addcmul_(rounded, scale, value=-1)
-        if not finite:
-            x.nan_to_num_(0.0, 0.0, 0.0)  # blocks whose scale is NaN
+        if keep_error:
+            x.addcmul_(rounded, scale, value=-1)
+            if not finite:
+                x.nan_to_num_(0.0, 0.0, 0.0)  # blocks whose scale is NaN
         return rounded.to(torch.int8)
 
     @abstractmethod

@@ -37,7 +37,11 @@ The second half of the numbers is added to the first half, again and again, unti
 Unlike a running sum, this compiles to vector instructions.
 """
 _INFINITY_BITS = 0x7F800000  # bit pattern of float32 infinity; those of NaN are larger
-_ROUNDING = np.float32(1.5 * 2.0**23)  # adding it rounds to an integer, see ``integers.py``
+_ROUNDING = np.float32(1.5 * 2.0**23)
+"""Adding this to a small float32 rounds it to an integer, because the sum has no fraction bits.
+
+The lowest bits of the sum are the integer in two's complement.
+"""
 
 
 def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
