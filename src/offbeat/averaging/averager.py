@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.buckets import staged_bytes
 from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.copies import Copies
 from offbeat.averaging.flat import (
@@ -43,7 +42,6 @@ from offbeat.averaging.flat import (
     Slice,
     Space,
     cut,
-    cut_by_tensors,
     make_spaces,
 )
 from offbeat.averaging.flight import Flight, Part, Step
@@ -164,8 +162,7 @@ class Averager(Flow):
             for mine, s in ((index == place, share) for index, share in enumerate(shares))
         ]
         self.spaces = spaces[place]
-        sizes = team.sum_over_shards(*map(staged_bytes, tensors))
-        slices_of = [self._cut(each, tensors, sizes) for each in spaces]
+        slices_of = [self._cut(each) for each in spaces]
         # The processes of a node start the sum of each part together.
         number = int(team.agree(max(map(len, slices_of)))[0])
         for each in slices_of:
@@ -184,16 +181,12 @@ class Averager(Flow):
         self.precision: str | None = None if exact else wire.precision
         self.make_errors()
 
-    def _cut(
-        self, spaces: Sequence[Space], tensors: Sequence[Tensor], sizes: Sequence[float]
-    ) -> list[list[Slice]]:
-        """Return the slices of each part. ``sizes`` are the bytes of each tensor in the node."""
+    def _cut(self, spaces: Sequence[Space]) -> list[list[Slice]]:
+        """Return the slices of each part."""
         worker, shared, wire = self.worker, self.shared, self.worker.wire
         size = sum(space.x.elements * space.x.tensors[0].itemsize for space in spaces)
         (largest,) = worker.team.agree(size)
         number = shared.parts(round(largest)) if callable(shared.parts) else shared.parts
-        if not shared.error_feedback:
-            return cut_by_tensors(spaces, tensors, number, sizes)
         # In a second stage each worker adds up the same number of blocks.
         chunks = 1 if worker.size <= SINGLE_STAGE_WORKERS else worker.size
         unit = 1 if wire.exact else BLOCK * chunks
