@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from typing_extensions import override
@@ -11,9 +10,9 @@ from offbeat.averaging.averager import Averager
 from offbeat.averaging.flight import Flight
 from offbeat.averaging.pace import BOUNDARY_SHARE, Pace
 from offbeat.averaging.rounds import WaitingWarning
-from offbeat.averaging.votes import STEP, WANTED, WEIGHT, Round, Sums, Vote
+from offbeat.averaging.votes import Round, Vote, tally_of
 from offbeat.averaging.worker import Worker
-from offbeat.strategies.base import SharedModel, Strategy, Tally
+from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.transport.handle import Completed, Handle
 
 
@@ -48,10 +47,10 @@ class ClockedAverager(Averager):
         super().start()
         # Of the newest landed message: time from sending to arrival, and processor time of a part.
         self._flight_steps, self._cost = math.inf, 0.0
-        numbers = (0.0,) * len(self.strategy.vote(self.view_of(stepping=False)))
-        self.vote_length = Vote.SLOTS + len(numbers) + 1
         self._measured = 0  # number of parts in the newest message that has landed
-        self._sums = Sums(0.0, 0, 0, 0.0, numbers=numbers)  # of that message
+        # Sum of the votes in that message.
+        self._sums = Vote(numbers=(0.0,) * len(self.strategy.vote(self.view_of(stepping=False))))
+        self.vote_length = len(self._sums.row()) + 1
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -161,8 +160,7 @@ class ClockedAverager(Averager):
 
     def _begin(self, *, stepping: bool, finishing: bool = False) -> Flight:
         """Begin the next message."""
-        sums, view = self._sums, self.view_of(stepping=stepping)
-        tally = Tally(lambda: (sums.stepping, sums.wanted, sums.numbers))
+        view, tally = self.view_of(stepping=stepping), tally_of(Completed(self._sums))
         number = self.strategy.decide(view, tally)
         parts = self.next_parts(self.state.sizer.number if number == math.inf else number)
         steps = self.outer_steps(parts, tally)
@@ -179,20 +177,20 @@ class ClockedAverager(Averager):
             finite = False
         if not finite:
             worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
-        flight.vote = vote = replace(vote, finite=finite)
-        self.send(flight, [*vote.encode(), self._cost])
+        flight.vote = vote._replace(finite=finite)
+        self.send(flight, [*flight.vote.row(), self._cost])
         assert flight.handle is not None
         # The thread that waits for the message must not keep this object or the worker.
-        check, step, size, host = self.rounds.check, worker.step, worker.size, team.host
+        check, host = self.rounds.check, team.host
 
         def move(_: object) -> Handle[None]:
             flight.arrived_seconds, began = host.now(), host.processor_seconds()
-            votes = flight.message.votes
-            *columns, costs = zip(*votes, strict=True)
-            sums = vote.tally([sum(column) for column in columns], size)
-            flight.sums, total = check(sums, step), _contributors(votes)
+            rows = flight.message.votes
+            votes = [Vote.of(row[:-1]) for row in rows]
+            flight.sums, total = check(votes), _contributors(votes)
             flight.total = lambda: total
-            flight.fastest, flight.cost = min(each[WANTED] for each in votes), max(costs)
+            flight.fastest = min(each.wanted for each in votes)
+            flight.cost = max(row[-1] for row in rows)
             flight.move()
             flight.background_seconds = host.processor_seconds() - began
             return Completed(None)
@@ -266,7 +264,7 @@ class ClockedAverager(Averager):
             assert flight.vote is not None
             if not flight.sums.stepping:
                 worker.record.clear()
-                return Round(0, flight.vote, Completed(flight.sums))
+                return Round(flight.vote, Completed(flight.sums))
             if warning is not None:
                 warning(flight.sums)
 
@@ -280,12 +278,12 @@ class ClockedAverager(Averager):
         return False
 
 
-def _contributors(votes: Sequence[Sequence[float]]) -> float:
+def _contributors(votes: Sequence[Vote]) -> float:
     """Return the number of workers by which the sum of the updates in a message is divided.
 
     A worker counts if it contributes. It also counts, with an update of zero, if it has taken as
     many local steps as a worker that contributes, because it has then sent its changes of these
     steps before. A worker that ran out of data earlier does not count.
     """
-    behind = min((vote[STEP] for vote in votes if vote[WEIGHT]), default=math.inf)
-    return float(sum(vote[WEIGHT] > 0 or vote[STEP] >= behind for vote in votes))
+    behind = min((vote.step for vote in votes if vote.weight), default=math.inf)
+    return float(sum(vote.weight > 0 or vote.step >= behind for vote in votes))

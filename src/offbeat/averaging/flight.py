@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.flat import Slice
-from offbeat.averaging.votes import Sums, Vote
+from offbeat.averaging.votes import Vote
 from offbeat.quantization.kernels import kernels_for
 from offbeat.quantization.message import Message, Squares, Stream
 from offbeat.transport.handle import Handle
@@ -102,7 +102,7 @@ class Flight:
     finite: bool = True
     squares: Squares = field(default_factory=lambda: np.zeros(2))
     vote: Vote | None = None
-    sums: Sums | None = None
+    sums: Vote | None = None
     fastest: float = math.inf
     cost: float = 0.0
     moved: Handle[None] | None = None

@@ -14,14 +14,10 @@ from typing_extensions import override
 
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradients import GradientMean
-from offbeat.averaging.votes import Round, Vote
+from offbeat.averaging.votes import Round, Vote, tally_of
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.strategies.base import (
-    Gradients,
-    Strategy,
-    WorkerView,
-    transient,
-)
+from offbeat.strategies.base import Gradients, Strategy, WorkerView, transient
+from offbeat.transport.handle import Completed, Handle
 
 
 @dataclass
@@ -31,9 +27,9 @@ class GradientFlowState:
     Attributes:
         views: Data that the strategy may read, one ``WorkerView`` for each optimizer.
         means: One ``GradientMean`` for each optimizer, which averages its gradients.
-        delayed: Previous round of each optimizer, by the optimizer's index. Empty unless the
-            strategy decides a round with the tally of the previous one (``tally_delay`` = 1).
-        saved_tallies: ``delayed`` as plain numbers, for a checkpoint.
+        delayed: Sum of the votes of each optimizer's previous round, by the optimizer's index.
+            Empty unless the strategy decides a round with the tally of the previous one.
+        delayed_rows: ``delayed`` as plain numbers, for a checkpoint.
         newest: True if this worker has the newest model: it took a step in the last round, or has
             received the newest model since. Only used if every step averages.
         launch_steps: Local step of the newest mean of each optimizer, at first ``start_step``.
@@ -42,8 +38,8 @@ class GradientFlowState:
 
     views: list[WorkerView]
     means: list[GradientMean] = transient()
-    delayed: dict[int, Round] = transient(default_factory=dict)
-    saved_tallies: dict[int, list[float]] = field(default_factory=dict)
+    delayed: dict[int, Handle[Vote]] = transient(default_factory=dict)
+    delayed_rows: dict[int, list[float]] = field(default_factory=dict)
     newest: bool = False
     launch_steps: list[int] = field(default_factory=list)
     start_step: int = 0
@@ -76,20 +72,16 @@ class GradientFlow(Flow):
             view.stepping = False
             view.state = strategy.state(view)
             views.append(view)
-        slots = Vote.SLOTS + len(strategy.vote(views[0])) if self.every_step else 0
-        means = [
-            self.make_mean(optimizer, view, slots)
-            for optimizer, view in zip(worker.optimizers, views, strict=True)
-        ]
+        means = [self.make_mean(*each) for each in zip(worker.optimizers, views, strict=True)]
         begun = worker.step
         self.state = GradientFlowState(
             views, means, launch_steps=[begun] * len(views), start_step=begun
         )
 
-    def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView, slots: int) -> GradientMean:
+    def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView) -> GradientMean:
         """Return the object that averages the gradients of ``optimizer``.
 
-        ``view`` is the strategy's view for this optimizer, ``slots`` an argument of the result.
+        ``view`` is the strategy's view for this optimizer.
         """
         worker = self.worker
         return GradientMean(
@@ -97,7 +89,6 @@ class GradientFlow(Flow):
             worker.wire,
             optimizer.buckets,
             name=f"gradients of optimizer {optimizer.index}, bucket",
-            slots=slots,
             overlap=self.every_step and worker.overlaps_backward,
         )
 
@@ -162,12 +153,11 @@ class GradientFlow(Flow):
             finite=finite,
             numbers=self.strategy.vote(view),
         )
-        if not self.every_step:
+        if not self.every_step or worker.size == 1:
             return self.rounds.send(vote, optimizer)
-        sums: Sequence[float] = vote.encode()
-        if worker.size > 1:
-            sums = self.state.means[optimizer].reduce(sums, contribute=stepping)
-        return self.rounds.from_sums(vote, sums, optimizer)
+        rows = self.state.means[optimizer].reduce(vote.row(), contribute=stepping)
+        sums = self.rounds.check([Vote.of(row) for row in rows])
+        return Round(vote, Completed(sums), optimizer)
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
@@ -179,23 +169,23 @@ class GradientFlow(Flow):
         state, index = self.state, round.optimizer
         if self.every_step:
             round.wait()
-            state.newest = round.own.stepping
+            state.newest = bool(round.own.stepping)
             state.views[index].launches += 1
             return True
-        chosen: Round | None = round
+        stepping, sums = bool(round.own.stepping), round.sums
         if self.strategy.tally_delay:
-            chosen, state.delayed[index] = state.delayed.get(index), round
-        view = self._view(index, stepping=round.own.stepping)
-        if chosen is None:
-            return False
-        if not self.strategy.decide(view, chosen.tally()):
+            previous, state.delayed[index] = state.delayed.get(index), sums
+            if previous is None:
+                return False
+            sums = previous
+        view = self._view(index, stepping=stepping)
+        if not self.strategy.decide(view, tally_of(sums)):
             return False
         view.launches += 1
         state.launch_steps[index] = self.worker.step
         # Unless the policy is "warn", non-finite gradients are not sent: all would receive them.
         allowed = not self.worker.guarded or self._finite_gradients(index)
-        contribute = round.own.stepping and allowed
-        state.means[index].reduce([], contribute=contribute)
+        state.means[index].reduce([], contribute=stepping and allowed)
         return True
 
     def _finite_gradients(self, index: int) -> bool:
@@ -227,12 +217,11 @@ class GradientFlow(Flow):
 
     @override
     def before_save(self, barrier: object) -> None:
-        self.state.saved_tallies = {
-            index: round.flat() for index, round in self.state.delayed.items()
-        }
+        state = self.state
+        state.delayed_rows = {index: sums.wait().row() for index, sums in state.delayed.items()}
 
     @override
     def after_load(self) -> None:
-        self.state.delayed = {
-            index: Round.saved(values) for index, values in self.state.saved_tallies.items()
-        }
+        state = self.state
+        rows = state.delayed_rows.items()
+        state.delayed = {index: Completed(Vote.of(row)) for index, row in rows}
