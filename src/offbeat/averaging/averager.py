@@ -535,7 +535,7 @@ class RoundAverager(Averager):
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         finite = self.check_finite(stepping=stepping) and not self._report_non_finite
         self._report_non_finite = False
-        vote = self.rounds.vote(
+        vote = Vote(
             weight=self.weight(stepping=stepping),
             stepping=stepping,
             finishing=finishing,

@@ -48,9 +48,8 @@ class ClockedAverager(Averager):
         # Of the newest landed message: time from sending to arrival, and processor time of a part.
         self._flight_steps, self._cost = math.inf, 0.0
         self._measured = 0  # number of parts in the newest message that has landed
-        # Sum of the votes in that message.
-        self._sums = Vote(numbers=(0.0,) * len(self.strategy.vote(self.view_of(stepping=False))))
-        self.vote_length = len(self._sums.row()) + 1
+        self._sums = Vote(numbers=(0.0,) * len(self._vote(stepping=False).numbers))  # of its votes
+        self.vote_length = len(self._sums.row())
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -149,48 +148,46 @@ class ClockedAverager(Averager):
     # -- messages --------------------------------------------------------------------------------
 
     def _vote(self, *, stepping: bool, finishing: bool = False) -> Vote:
-        return self.rounds.vote(
+        """Return this worker's vote. Its last number is the processor time of a part."""
+        return Vote(
             weight=float(stepping or self.unsynced),
             stepping=stepping,
             finishing=finishing,
             wanted=self._flight_steps if stepping else math.inf,
-            finite=True,
-            numbers=self.strategy.vote(self.view_of(stepping=stepping)),
+            numbers=(*self.strategy.vote(self.view_of(stepping=stepping)), self._cost),
         )
 
     def _begin(self, *, stepping: bool, finishing: bool = False) -> Flight:
         """Begin the next message."""
-        view, tally = self.view_of(stepping=stepping), tally_of(Completed(self._sums))
+        view, sums = self.view_of(stepping=stepping), self._sums
+        tally = tally_of(Completed(sums._replace(numbers=sums.numbers[:-1])))
         number = self.strategy.decide(view, tally)
         parts = self.next_parts(self.state.sizer.number if number == math.inf else number)
         steps = self.outer_steps(parts, tally)
-        vote = self._vote(stepping=stepping, finishing=finishing)
+        vote = self.rounds.number(self._vote(stepping=stepping, finishing=finishing))
         flight = self.begin(parts, vote.weight, lambda: math.nan, steps)
         flight.vote = vote
         return flight
 
     def _send(self, flight: Flight) -> None:
         worker, team, vote = self.worker, self.worker.team, flight.vote
-        assert vote is not None
         finite = self.check_launch(flight)
         if not vote.stepping and not worker.finite_model():
             finite = False
         if not finite:
             worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
         flight.vote = vote._replace(finite=finite)
-        self.send(flight, [*flight.vote.row(), self._cost])
+        self.send(flight, flight.vote.row())
         assert flight.handle is not None
         # The thread that waits for the message must not keep this object or the worker.
         check, host = self.rounds.check, team.host
 
         def move(_: object) -> Handle[None]:
             flight.arrived_seconds, began = host.now(), host.processor_seconds()
-            rows = flight.message.votes
-            votes = [Vote.of(row[:-1]) for row in rows]
-            flight.sums, total = check(votes), _contributors(votes)
+            flight.sums = check(flight.message.votes)
+            flight.votes = [Vote.of(row) for row in flight.message.votes]
+            total = _contributors(flight.votes)
             flight.total = lambda: total
-            flight.fastest = min(each.wanted for each in votes)
-            flight.cost = max(row[-1] for row in rows)
             flight.move()
             flight.background_seconds = host.processor_seconds() - began
             return Completed(None)
@@ -211,7 +208,6 @@ class ClockedAverager(Averager):
         flight.moved.wait()
         if flight.buffers is not None:
             flight.buffers.wait()
-        assert flight.sums is not None
         self._sums = flight.sums
         flight.work = flight.add()
         pace.credit_seconds -= flight.background_seconds
@@ -221,8 +217,10 @@ class ClockedAverager(Averager):
             seconds = flight.arrived_seconds - flight.sent_seconds
             (self._flight_steps,) = self.worker.team.agree(seconds / pace.step_seconds)
         # What the workers have measured of the previous message came with this one.
-        if math.isfinite(flight.fastest) and self._measured:
-            state.sizer.measure(flight.fastest, self._measured, flight.cost)
+        fastest = min(vote.wanted for vote in flight.votes)
+        if math.isfinite(fastest) and self._measured:
+            cost = max(vote.numbers[-1] for vote in flight.votes)
+            state.sizer.measure(fastest, self._measured, cost)
         self._measured = len(flight.parts)
 
     @override
@@ -233,7 +231,6 @@ class ClockedAverager(Averager):
 
     @override
     def buffer_total(self, flight: Flight) -> float:
-        assert flight.sums is not None
         return flight.sums.weight
 
     @override
@@ -260,8 +257,6 @@ class ClockedAverager(Averager):
         while True:
             flight = self._begin(stepping=False, finishing=finishing)
             self._complete(flight)
-            assert flight.sums is not None
-            assert flight.vote is not None
             if not flight.sums.stepping:
                 worker.record.clear()
                 return Round(flight.vote, Completed(flight.sums))

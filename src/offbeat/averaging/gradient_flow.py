@@ -69,7 +69,6 @@ class GradientFlow(Flow):
         views = []
         for _ in worker.optimizers:
             view = worker.strategy_view()
-            view.stepping = False
             view.state = strategy.state(view)
             views.append(view)
         means = [self.make_mean(*each) for each in zip(worker.optimizers, views, strict=True)]
@@ -144,20 +143,19 @@ class GradientFlow(Flow):
         """Send the vote. If every step averages, also average the gradients. This blocks."""
         worker = self.worker
         view = self._view(optimizer, stepping=stepping)
-        finite = self.check_finite(stepping=stepping, optimizer=optimizer)
-        vote = self.rounds.vote(
+        vote = Vote(
             weight=float(stepping or self.unsynced),
             stepping=stepping,
             finishing=finishing,
             wanted=self._wanted if stepping else 0.0,
-            finite=finite,
+            finite=self.check_finite(stepping=stepping, optimizer=optimizer),
             numbers=self.strategy.vote(view),
         )
         if not self.every_step or worker.size == 1:
             return self.rounds.send(vote, optimizer)
+        vote = self.rounds.number(vote)
         rows = self.state.means[optimizer].reduce(vote.row(), contribute=stepping)
-        sums = self.rounds.check([Vote.of(row) for row in rows])
-        return Round(vote, Completed(sums), optimizer)
+        return Round(vote, Completed(self.rounds.check(rows)), optimizer)
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:

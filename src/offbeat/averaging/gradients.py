@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, group_tensors, pack, unpack
+from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, as_real, group_tensors, pack, unpack
 from offbeat.errors import OffbeatError
 from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Completed, Handle
@@ -78,19 +78,16 @@ class _GradientBucket(Bucket):
 
     def write(self, divisor: float, layouts: Sequence[float]) -> None:
         """Replace the gradients by the sum / ``divisor``. ``layouts``: see ``_Agreement``."""
-        targets: list[Tensor] = []
-        # New gradients for parameters whose gradient is missing or sparse.
-        assigned: list[tuple[nn.Parameter, Tensor, float]] = []
-        for parameter, layout in zip(self.parameters, layouts, strict=True):
+        parts = self.flat.split([as_real(p.detach()).numel() for p in self.parameters])
+        for parameter, part, layout in zip(self.parameters, parts, layouts, strict=True):
             gradient = parameter.grad
+            if layout == _NONE:
+                continue
             if gradient is None or gradient.is_sparse:
                 gradient = torch.empty_like(parameter)
-                if layout != _NONE:
-                    assigned.append((parameter, gradient, layout))
-            targets.append(gradient)
-        unpack(self.flat, targets, divisor)
-        for parameter, gradient, layout in assigned:
-            parameter.grad = _to_sparse(gradient) if layout == _SPARSE else gradient
+            unpack(part, [gradient], divisor)
+            if gradient is not parameter.grad:
+                parameter.grad = _to_sparse(gradient) if layout == _SPARSE else gradient
 
 
 def _to_sparse(dense: Tensor) -> Tensor:
@@ -201,8 +198,7 @@ class GradientMean:
 
         def read(rows: list[list[float]]) -> _Agreement:
             contributing, *columns = list(zip(*rows, strict=True))[count:]
-            existing = [[layout for layout in column if layout != _NONE] for column in columns]
-            means = [min(layouts, default=_NONE) for layouts in existing]
+            means = [min(filter(None, column), default=_NONE) for column in columns]
             return _Agreement([row[:count] for row in rows], sum(contributing), means)
 
         return gathered.then(read)

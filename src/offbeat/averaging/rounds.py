@@ -34,8 +34,8 @@ class VoteCheck:
     def __init__(self, rank: int, policy: NonFinite) -> None:
         self._rank, self._policy, self._logged = rank, policy, False
 
-    def __call__(self, votes: Sequence[Vote]) -> Vote:
-        """Return the sum of the ``votes``, which are in the order of the ranks.
+    def __call__(self, rows: Sequence[Sequence[float]]) -> Vote:
+        """Return the sum of the votes, of which the ``rows`` are in the order of the ranks.
 
         If a worker reports non-finite values, the policy applies on all workers. With "warn" only
         the first case is logged.
@@ -44,18 +44,18 @@ class VoteCheck:
             OffbeatError: the workers are in different rounds, or the policy is "raise", and a
                 worker reports non-finite values.
         """
+        votes = [Vote.of(row) for row in rows]
         for rank, vote in enumerate(votes):
             if vote.round != votes[0].round:
                 raise OffbeatError(
-                    f"the workers are not in the same round: rank 0 is in round "
+                    "the workers are not in the same round: rank 0 is in round "
                     f"{votes[0].round:.0f}, rank {rank} in round {vote.round:.0f}. One of them may "
                     "have continued after an interruption: detach() and attach again on all workers"
                 )
         wrong = [rank for rank, vote in enumerate(votes) if not vote.finite]
         if wrong:
             self._report(wrong, votes[wrong[0]].step)
-        columns = zip(*(vote.row() for vote in votes), strict=True)
-        return Vote.of([sum(column) for column in columns])
+        return Vote.of([sum(column) for column in zip(*rows, strict=True)])
 
     def _report(self, ranks: Sequence[int], step: float) -> None:
         names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
@@ -75,7 +75,7 @@ class VoteCheck:
 
 
 class Rounds:
-    """Makes and sends the votes of one worker, and numbers the rounds.
+    """Numbers and sends the votes of one worker.
 
     The numbers start at 0 in each view, that is, for each composition of the group of workers.
 
@@ -87,43 +87,22 @@ class Rounds:
         self._worker, self._next = worker, 0
         self.check = VoteCheck(worker.rank, worker.non_finite)
 
-    def vote(
-        self,
-        *,
-        weight: float,
-        stepping: bool,
-        finishing: bool,
-        wanted: float = 0.0,
-        finite: bool = True,
-        numbers: tuple[float, ...] = (),
-    ) -> Vote:
-        """Return this worker's vote for the next round, without sending it; see ``Vote``."""
+    def number(self, vote: Vote) -> Vote:
+        """Return ``vote`` for the next round: with its number, and with the state of the worker."""
         worker, number = self._worker, self._next
         self._next += 1
-        return Vote(
-            weight=weight,
-            stepping=stepping,
-            finishing=finishing,
-            also=worker.also,
-            wanted=wanted,
-            finite=finite,
-            round=number,
-            step=worker.step,
-            numbers=numbers,
-        )
+        return vote._replace(round=number, step=worker.step, also=worker.also)
 
     def send(self, vote: Vote, optimizer: int = 0) -> Round:
-        """Send a vote in a separate message. ``optimizer``: see ``Round``."""
-        worker, check = self._worker, self.check
+        """Number a vote and send it in a message of its own. ``optimizer``: see ``Round``."""
+        worker, vote = self._worker, self.number(vote)
         if worker.size == 1:
             return Round(vote, Completed(vote), optimizer)
         # A sum would take 2(N−1) messages in sequence.
-        rows = worker.team.communicator.gather_numbers(
-            vote.row(), what=f"votes at step {worker.step}"
-        )
-        # The lambda does not capture ``self``: a pending round must not keep the worker alive.
-        sums = rows.then(lambda rows: check([Vote.of(row) for row in rows]))
-        return Round(vote, sums, optimizer)
+        what = f"votes at step {worker.step}"
+        rows = worker.team.communicator.gather_numbers(vote.row(), what=what)
+        # ``check`` does not hold ``self``: a pending round must not keep the worker alive.
+        return Round(vote, rows.then(self.check), optimizer)
 
 
 class WaitingWarning:
