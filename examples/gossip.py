@@ -43,7 +43,7 @@ class GossipFlow(Flow):
 
     def step_ended(self):
         round, self._pending = self._pending, None
-        return bool(self.act(round))
+        return self.act(round)
 
     def decide(self, round):
         round.wait()

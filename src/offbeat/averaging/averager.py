@@ -527,7 +527,7 @@ class RoundAverager(Averager):
         if self._calls_after_step:
             self.strategy.after_step(self.view_of(stepping=True))
         round, self._pending = self._pending, None
-        synced = round is not None and bool(self.act(round))
+        synced = round is not None and self.act(round)
         self.report()
         return synced or state.landings > landings
 

@@ -171,9 +171,7 @@ class ClockedAverager(Averager):
 
     def _send(self, flight: Flight) -> None:
         worker, team, vote = self.worker, self.worker.team, flight.vote
-        finite = self.check_launch(flight)
-        if not vote.stepping and not worker.finite_model():
-            finite = False
+        finite = self.check_launch(flight) and (bool(vote.stepping) or worker.finite_model())
         if not finite:
             worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
         flight.vote = vote._replace(finite=finite)

@@ -72,9 +72,9 @@ class GradientFlow(Flow):
             view.state = strategy.state(view)
             views.append(view)
         means = [self.make_mean(*each) for each in zip(worker.optimizers, views, strict=True)]
-        begun = worker.step
+        launch_steps = [worker.step] * len(views)
         self.state = GradientFlowState(
-            views, means, launch_steps=[begun] * len(views), start_step=begun
+            views, means, launch_steps=launch_steps, start_step=worker.step
         )
 
     def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView) -> GradientMean:
@@ -124,7 +124,7 @@ class GradientFlow(Flow):
         self._wanted = float(self.strategy.due(view))
         if not self._wanted:
             return False
-        return bool(self.act(self.vote(optimizer.index, stepping=True)))
+        return self.act(self.vote(optimizer.index, stepping=True))
 
     @override
     def step_ended(self) -> bool:
@@ -141,7 +141,6 @@ class GradientFlow(Flow):
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         """Send the vote. If every step averages, also average the gradients. This blocks."""
-        worker = self.worker
         view = self._view(optimizer, stepping=stepping)
         vote = Vote(
             weight=float(stepping or self.unsynced),
@@ -151,7 +150,7 @@ class GradientFlow(Flow):
             finite=self.check_finite(stepping=stepping, optimizer=optimizer),
             numbers=self.strategy.vote(view),
         )
-        if not self.every_step or worker.size == 1:
+        if not self.every_step or self.worker.size == 1:
             return self.rounds.send(vote, optimizer)
         vote = self.rounds.number(vote)
         rows = self.state.means[optimizer].reduce(vote.row(), contribute=stepping)
@@ -220,6 +219,5 @@ class GradientFlow(Flow):
 
     @override
     def after_load(self) -> None:
-        state = self.state
-        rows = state.delayed_rows.items()
-        state.delayed = {index: Completed(Vote.of(row)) for index, row in rows}
+        rows = self.state.delayed_rows.items()
+        self.state.delayed = {index: Completed(Vote.of(row)) for index, row in rows}
