@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import offbeat
 from offbeat import Strategy
-from offbeat.extend import CustomFlow, Flow, group_tensors, setting, unpack
+from offbeat.extend import CustomFlow, Flow, Vote, group_tensors, setting, unpack
 
 
 @dataclass
@@ -36,15 +36,14 @@ class GossipFlow(Flow):
 
     def vote(self, optimizer, *, stepping, finishing=False):
         finite = self.check_finite(stepping=stepping)
-        vote = self.rounds.vote(weight=1.0, stepping=stepping, finishing=finishing, finite=finite)
-        return self.rounds.send(vote)
+        return self.rounds.send(Vote(stepping=stepping, finishing=finishing, finite=finite))
 
     def is_finite(self, optimizer, *, stepping):
         return self.worker.finite_model()
 
     def step_ended(self):
         round, self._pending = self._pending, None
-        return bool(self.act(round))
+        return self.act(round)
 
     def decide(self, round):
         round.wait()

@@ -35,7 +35,7 @@ _NAMES = {
     "offbeat.averaging.norm": "squared_norm",
     "offbeat.quantization.message": "All Message Stream",
     "offbeat.averaging.replica": "Replica",
-    "offbeat.averaging.votes": "Round",
+    "offbeat.averaging.votes": "Round Vote",
     "offbeat.averaging.worker": "AttachedOptimizer Worker",
     "offbeat.training.checks.compatibility": "require_abilities require_timeout",
     "offbeat.training.learning_rate.adam_correction": "require_correctable",
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from offbeat.averaging.norm import squared_norm as squared_norm
     from offbeat.averaging.replica import Replica as Replica
     from offbeat.averaging.votes import Round as Round
+    from offbeat.averaging.votes import Vote as Vote
     from offbeat.averaging.worker import AttachedOptimizer as AttachedOptimizer
     from offbeat.averaging.worker import Worker as Worker
     from offbeat.cli.command import implemented_in as implemented_in

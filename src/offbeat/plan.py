@@ -229,7 +229,7 @@ BLOCK = 512  # numbers that are quantized together
 BLOCK_BYTES = {"bfloat16": 1024, "int8": 516, "int4": 260, "int2": 108}  # of one encoded block
 _SINGLE_STAGE_WORKERS = 2  # ``quantization/message.py``
 _FORWARD_SHARE = 1 / 3  # ``training/backward_hooks.py``
-_VOTE_BYTES = 8 * 7  # without the numbers of a strategy
+_VOTE_BYTES = 8 * 8  # without the numbers of a strategy
 _SIZER_SLACK = 0.1  # ``averaging/pace.py``
 _AGREEMENT_BYTES = 8 * 64  # with the gradients: votes, and a number per tensor
 
@@ -286,9 +286,9 @@ class _Links:
         """
         first = min(FIRST_BUCKET_BYTES, BUCKET_BYTES)
         full = math.ceil((size - first) / BUCKET_BYTES) - 1  # buckets between the first and last
-        agreement = self.all_reduce(_AGREEMENT_BYTES)
-        if full < 0:  # a single bucket, which contains the agreement if it is exact
-            return seconds + self.sum(size, wire)[0] + agreement * (wire != "float32")
+        agreement = self.gather(_AGREEMENT_BYTES)
+        if full < 0:  # a single bucket
+            return seconds + agreement + self.sum(size, wire)[0]
         each, _ = self.sum(BUCKET_BYTES, wire)
         last, _ = self.sum(size - first - full * BUCKET_BYTES, wire)
 

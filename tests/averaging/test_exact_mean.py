@@ -50,7 +50,7 @@ def test_tied_weights_are_averaged_once() -> None:
     for end, tied, payload in run(train_tied, workers=3):
         close(end, reference.flat()[0])
         assert tied
-        assert payload == 4 * 8 * (16 + 4 + 4 + 5) + 5 * 8 * 7
+        assert payload == 4 * 8 * (16 + 4 + 4 + 5) + 5 * 8 * 8
 
 
 def norm_model() -> nn.Sequential:

@@ -130,8 +130,9 @@ COUNTERS, LOSSY = ["Maximum"], ["Exchange", "Gather"]
             VOTES + MEAN + BUFFERS,
             VOTES + MEAN + COUNTERS,
         ),
-        # Votes ride with the gradients; the last round sends gradients of 0.
-        ("bsp", "float32", MEAN, MEAN + BUFFERS + COUNTERS),
+        # The last round sends gradients of 0.
+        ("bsp", "float32", VOTES + MEAN, VOTES + MEAN + BUFFERS + COUNTERS),
+        ("bsp", "int8", VOTES + LOSSY, VOTES + LOSSY + BUFFERS + COUNTERS),
     ],
 )
 def test_a_mean_takes_as_few_messages_as_possible(

@@ -19,7 +19,7 @@ from problems import OPTIMIZERS, PARAMETERS, Simulated, assign, flat, make_batch
 from problems import train_step as take_step
 from worlds import run, simulated
 
-VOTE_BYTES = 8 * 8
+VOTE_BYTES = 9 * 8
 
 
 def train(rank: int, size: int, strategy: Strategy, counts: Sequence[int]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_values_are_those_of_numpy(place: Callable[..., list[Any]]) -> None:
 
 
 def messages(rank: int, size: int, strategy: PowerSGD) -> tuple[list[int], int]:
-    """Return the bytes of the sums of two steps, and the bytes counted."""
+    """Return the bytes of the messages of two steps, and the bytes counted."""
     model, transport = make_wide(0), Recorded()
     optimizer = sgd(model)
     sync = attach(model, optimizer, strategy, group=transport)
@@ -103,14 +103,18 @@ def messages(rank: int, size: int, strategy: PowerSGD) -> tuple[list[int], int]:
     return found
 
 
-def test_a_step_sends_two_messages() -> None:
-    """P of two matrices and 16 numbers; Q of both and the 513 other parameters."""
-    first, second = (2 * 64 * 4 + 7 + 1 + 8) * 4, (2 * 64 * 4 + 8705 - 2 * 64 * 64) * 4
-    exact = (8705 + 7 + 1 + 8) * 4
+def test_a_step_sends_an_agreement_and_two_sums() -> None:
+    """17 numbers; P of two matrices; Q of both and the 513 other parameters."""
+    agreement, first, second = (
+        (8 + 1 + 8) * 8,
+        2 * 64 * 4 * 4,
+        (2 * 64 * 4 + 8705 - 2 * 64 * 64) * 4,
+    )
+    compressed, exact = [agreement, first, second], [agreement, 8705 * 4]
     for strategy, expected in (
-        (PowerSGD(), [first, second] * 2),
-        (PowerSGD(start=1), [exact, first, second]),
-        (PowerSGD(rank=32), [exact, exact]),
+        (PowerSGD(), compressed * 2),
+        (PowerSGD(start=1), exact + compressed),
+        (PowerSGD(rank=32), exact * 2),
     ):
         for sizes, payload in run(messages, strategy, workers=3):
             assert sizes == expected

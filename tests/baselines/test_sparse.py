@@ -16,7 +16,7 @@ from problems import flat, make_wide, wide_step
 from strategies.sparse_references import largest_in_two_bits
 from worlds import run
 
-VOTE_BYTES = 7 * 8
+VOTE_BYTES = 8 * 8
 
 
 # -- messages of SparseLoCo ------------------------------------------------------------------------

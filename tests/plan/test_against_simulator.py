@@ -179,17 +179,17 @@ class Smaller:
 
     def network(self, case: Case) -> Network:
         """The network, on which a message of the model takes as long as if it were larger."""
-        factor, tensor_bytes = self.factor, 4 * self.elements
+        factor = self.factor
+        # A vote of 8 numbers or one of the node, the contribution, a number for each tensor.
+        agreements = {8 * (before + 1 + self.tensors) for before in (8, 1)}
         members = case.workers // case.workers_per_node
         # Bytes of the votes in the first or only stage of a message.
         rows = {"exchange": members, "gather": 1 if members == 2 else 0} if case.clocked else {}
 
         class LargerMessages(Network):
             def collective_cost(self, kind: Any, size_bytes: float, *rest: Any) -> Any:
-                votes = kind == "gather" and size_bytes <= 96
-                agreement = kind == "reduce" and size_bytes < tensor_bytes / case.workers_per_node
-                same = 88 * rows.get(kind, 0) / case.workers_per_node
-                if votes or agreement:
+                same = 96 * rows.get(kind, 0) / case.workers_per_node
+                if kind == "gather" and (size_bytes <= 96 or size_bytes in agreements):
                     same = size_bytes
                 larger = same + factor * (size_bytes - same)
                 return super().collective_cost(kind, larger, *rest)

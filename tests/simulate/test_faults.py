@@ -50,7 +50,7 @@ def test_a_killed_worker_is_noticed() -> None:
         one = found.results[rank]
         assert one["error"] is CommunicationError
         assert "lost the connection to rank 1" in one["text"]
-        assert f"rank {rank}: mean of the gradients failed" in one["text"]
+        assert f"rank {rank}: agreement on the mean of the gradients failed" in one["text"]
         assert one["steps"] == 3
         # set-up and three means take milliseconds; the failed sum was begun after the loss
         assert 4 + NOTICE_SECONDS <= one["seconds"] < 4 + NOTICE_SECONDS + 0.1

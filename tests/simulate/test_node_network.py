@@ -70,9 +70,11 @@ def measured(text: str, *, workers: int, per_node: int, cycle: int, flat: bool =
 
 
 def inside_mean(workers: int) -> float:
-    """A ring inside the node over the gradients and three numbers: a vote, one more, a tensor's."""
-    size = M + 4 * 3
-    return 2 * (workers - 1) * (IN_LATENCY + size / workers / IN)
+    """Three numbers of each worker of the node, then a ring over the gradients.
+
+    The numbers say whether it steps and contributes, and the layout of the only gradient.
+    """
+    return gathered(8 * 3, workers) + 2 * (workers - 1) * (IN_LATENCY + M / workers / IN)
 
 
 def between(size: float, nodes: int, workers: int) -> float:
@@ -82,7 +84,7 @@ def between(size: float, nodes: int, workers: int) -> float:
 
 
 def gathered(part: float, workers: int) -> float:
-    """All parts of a node are sent to all its workers at once."""
+    """Every worker of a node sends its part to all others at once."""
     return IN_LATENCY + (workers - 1) * part / IN
 
 
@@ -91,8 +93,8 @@ def votes(size: float, nodes: int, workers: int) -> float:
     return OUT_LATENCY + (nodes - 1) * size / (OUT / workers)
 
 
-VOTE = 8 * 7
-SELSYNC_VOTE = 8 * 9
+VOTE = 8 * 8
+SELSYNC_VOTE = 8 * 10
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 4)])
@@ -127,10 +129,14 @@ def test_traffic_between_nodes_does_not_delay_traffic_inside() -> None:
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_under_bsp_a_ring_goes_round_all_workers(flat: bool) -> None:
-    """At the speed of a node's link, because the ring enters and leaves each node once."""
+    """At the speed of a node's link, because the ring enters and leaves each node once.
+
+    The workers of a node share the link for the agreement: the vote and two numbers of each worker.
+    """
     seconds, _ = measured("bsp", workers=4, per_node=2, cycle=1, flat=flat)
-    size = M + 4 * (7 + 1 + 1)
-    assert seconds == pytest.approx(STEP + 2 * 3 * (OUT_LATENCY + size / 4 / OUT), rel=1e-6)
+    agreement = OUT_LATENCY + 3 * (VOTE + 8 * 2) / (OUT / 2)
+    ring = 2 * 3 * (OUT_LATENCY + M / 4 / OUT)
+    assert seconds == pytest.approx(STEP + agreement + ring, rel=1e-6)
 
 
 def test_rates_by_hand() -> None:

@@ -34,9 +34,9 @@ def ring(size_bytes: float, workers: int) -> float:
     return 2 * (workers - 1) * (ALPHA + size_bytes / (workers * 1e6))
 
 
-def votes(workers: int) -> float:
-    """α + (N−1)·M/B, by hand: each worker sends its seven numbers to all others at once."""
-    return ALPHA + (workers - 1) * VOTE / 1e6
+def gathered(size_bytes: float, workers: int) -> float:
+    """α + (N−1)·M/B, by hand: each worker sends its numbers to all others at once."""
+    return ALPHA + (workers - 1) * size_bytes / 1e6
 
 
 class Big(nn.Module):
@@ -73,7 +73,7 @@ def training(
     return worker
 
 
-VOTE = 7 * 8  # the seven numbers of a vote, in float64
+VOTE = 8 * 8  # the eight numbers of a vote, in float64
 
 
 def test_a_bsp_step_is_compute_and_all_reduce() -> None:
@@ -81,8 +81,8 @@ def test_a_bsp_step_is_compute_and_all_reduce() -> None:
     result = simulate(
         training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=Compute(STEP)
     )
-    # one bucket: the gradient, the vote (7), 1 number of the bucket, 1 of the parameter, float32
-    step = STEP + ring(4 * (25_000 + 7 + 1 + 1), 4)
+    # the agreement: the vote, the contribution and the layout of the parameter; then the gradient
+    step = STEP + gathered(VOTE + 8 * (1 + 1), 4) + ring(4 * 25_000, 4)
     for one in result.results:
         assert one["times"] == pytest.approx([step * (i + 1) for i in range(10)], rel=1e-12)
         assert one["stats"]["idle"] == pytest.approx(1 - STEP / step, rel=1e-9)
@@ -139,7 +139,7 @@ def test_cyclic_async_waits_for_what_a_merge_exceeds_the_cycle(elements: int) ->
     result = simulate(
         training(strategy, 40, elements), workers=4, network=NETWORK, compute=Compute(STEP)
     )
-    mean = votes(4) + ring(4 * elements, 4)  # the vote goes first over the same cards
+    mean = gathered(VOTE, 4) + ring(4 * elements, 4)  # the vote goes first over the same cards
     cycle = max(4 * STEP, mean)
     assert (mean > 4 * STEP) == (elements == 100_000)
     for one in result.results:

@@ -77,7 +77,7 @@ class PowerSGD(Reference):
     @property
     def vote_numbers(self) -> int:  # type: ignore[override]
         """Votes, contributors, and which gradients exist."""
-        return 7 + 1 + 6
+        return 8 + 1 + 6
 
     def advance(self) -> bool:
         each: list[list[Tensor] | None] = [
@@ -94,9 +94,9 @@ class PowerSGD(Reference):
                 p.grad = sum(present) / len(present)
         self.optimizer.step()
         if self.exact:
-            self.numbers += 7 + 1 + 6 + PARAMETERS
+            self.numbers += 8 + 1 + 6 + PARAMETERS
         else:
-            self.numbers += 7 + 1 + 6 + self.first + self.second
+            self.numbers += 8 + 1 + 6 + self.first + self.second
         return True
 
     def models(self) -> list[Tensor]:

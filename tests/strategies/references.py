@@ -38,7 +38,7 @@ class Reference:
         numbers: Numbers that each worker has sent in rounds and means.
     """
 
-    vote_numbers = 7
+    vote_numbers = 8
     launches = 0
     numbers: float = 0
 
@@ -100,7 +100,7 @@ class Reference:
 class BSP(Reference):
     """One worker that uses the mean of the gradients of those that step."""
 
-    vote_numbers = 7 + 1 + 6  # votes, contributors, and which gradients exist
+    vote_numbers = 8 + 1 + 6  # votes, contributors, and which gradients exist
 
     def __init__(self, counts: Sequence[int], kind: str) -> None:
         super().__init__(counts, kind)
@@ -140,7 +140,7 @@ class SelSync(Reference):
     A worker past its count is averaged once more, with its last steps, and then has weight 0.
     """
 
-    vote_numbers = 7 + 2
+    vote_numbers = 8 + 2
 
     def __init__(
         self,
@@ -366,7 +366,7 @@ class Streaming(Reference):
     A worker without peers sends nothing.
     """
 
-    vote_numbers = 7 + 3
+    vote_numbers = 8 + 3
 
     def __init__(
         self,

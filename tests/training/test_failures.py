@@ -22,7 +22,7 @@ KINDS = [
     offbeat.AsyncAveraging(staleness=2, schedule="eager"),
 ]
 
-OPERATION = r"votes at step|mean of the|launch \d+ \(part 0\) at step"
+OPERATION = r"votes at step|agreement on the mean|mean of the|launch \d+ \(part 0\) at step"
 
 # -- workers that die or get stuck ----------------------------------------------------------------
 

@@ -146,6 +146,19 @@ def test_exchange_sends_chunk_k_to_worker_k(world: World) -> None:
 
 
 @every_world
+def test_gather_numbers_is_exact_in_float64(world: World) -> None:
+    """Every worker receives the rows in the order of the ranks, also of whole numbers up to 2⁵³."""
+
+    def work(communicator: Communicator) -> Any:
+        own = [communicator.rank, 2.0**53 - communicator.rank, math.inf, True]
+        return communicator.gather_numbers(own, what="test").wait()
+
+    results = world(work)
+    expected = [[rank, 2**53 - rank, math.inf, 1] for rank in size_of(results)]
+    assert results == [expected] * len(results)
+
+
+@every_world
 def test_gather_bytes_takes_any_lengths(world: World) -> None:
     """Payloads of unequal length, empty ones and zero bytes arrive as they were sent."""
 

@@ -47,7 +47,7 @@ from offbeat.averaging.flat import (
 from offbeat.averaging.flight import Flight, Part, Step
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.pace import Sizer
-from offbeat.averaging.votes import Round
+from offbeat.averaging.votes import Round, Vote, tally_of
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.message import (
@@ -58,6 +58,7 @@ from offbeat.quantization.message import (
     Stream,
 )
 from offbeat.strategies.base import SharedModel, Strategy, Tally, WorkerView, transient
+from offbeat.transport.handle import Completed, Handle
 
 _SMOOTHED_PASSES = 5
 """‖u‖² and ‖D‖² are summed over the landings. A summand decays to 1/e in so many passes."""
@@ -82,8 +83,9 @@ class AveragerState:
         staleness: Histogram: for each staleness, the number of local steps that ended with it.
         flight_seconds: Seconds from launch to arrival, summed over all landings.
         sizer: Chooses the parts in a message. Only used with self-clocked launches.
-        saved_tally: ``delayed`` as a list of numbers. Empty if it is None.
-        delayed: Previous round, if the strategy decides a round with the tally of the previous one.
+        delayed_row: ``delayed`` as plain numbers. Empty if it is None.
+        delayed: Sum of the votes of the previous round, if the strategy decides a round with the
+            tally of the previous one.
     """
 
     shared: list[Tensor]
@@ -99,8 +101,8 @@ class AveragerState:
     checked_step: int = 0
     staleness: dict[int, int] = field(default_factory=dict)
     flight_seconds: float = 0.0
-    saved_tally: list[float] = field(default_factory=list)
-    delayed: Round | None = transient(default=None)
+    delayed_row: list[float] = field(default_factory=list)
+    delayed: Handle[Vote] | None = transient(default=None)
 
 
 class Averager(Flow):
@@ -469,14 +471,14 @@ class Averager(Flow):
         self.settle()
         state = self.state
         state.synced_steps = [part.synced_step for part in self.parts]
-        state.saved_tally = [] if state.delayed is None else state.delayed.flat()
+        state.delayed_row = [] if state.delayed is None else state.delayed.wait().row()
 
     @override
     def after_load(self) -> None:
         state = self.state
         for part, step in zip(self.parts, state.synced_steps, strict=True):
             part.synced_step = step
-        state.delayed = Round.saved(state.saved_tally) if state.saved_tally else None
+        state.delayed = Completed(Vote.of(state.delayed_row)) if state.delayed_row else None
         self.report()
 
 
@@ -524,14 +526,14 @@ class RoundAverager(Averager):
         if self._calls_after_step:
             self.strategy.after_step(self.view_of(stepping=True))
         round, self._pending = self._pending, None
-        synced = round is not None and bool(self.act(round))
+        synced = round is not None and self.act(round)
         return synced or state.landings > landings
 
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         finite = self.check_finite(stepping=stepping) and not self._report_non_finite
         self._report_non_finite = False
-        vote = self.rounds.vote(
+        vote = Vote(
             weight=self.weight(stepping=stepping),
             stepping=stepping,
             finishing=finishing,
@@ -565,14 +567,15 @@ class RoundAverager(Averager):
     @override
     def decide(self, round: Round) -> bool:
         """Launch the parts that the strategy chooses. If workers wait for the mean, also land."""
-        state, view = self.state, self.state.view
-        chosen: Round | None = round
+        state = self.state
+        sums = round.sums
         if self.strategy.tally_delay:
-            chosen, state.delayed = state.delayed, round
-        if chosen is None:
-            return False
-        view = self.view_of(stepping=round.own.stepping)
-        number = self.strategy.decide(view, chosen.tally())
+            previous, state.delayed = state.delayed, sums
+            if previous is None:
+                return False
+            sums = previous
+        view = self.view_of(stepping=bool(round.own.stepping))
+        number = self.strategy.decide(view, tally_of(sums))
         if not number:
             return False
         landings = state.landings
@@ -589,7 +592,7 @@ class RoundAverager(Averager):
             [part],
             round.own.weight,
             lambda: round.wait().weight,
-            lambda: self.outer_steps([part], round.tally()),
+            lambda: self.outer_steps([part], tally_of(round.sums)),
         )
         for _ in flight.work:
             pass

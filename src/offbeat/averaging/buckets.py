@@ -128,46 +128,29 @@ class Bucket:
 
     Args:
         tensors: The tensors, read and written in place.
-        tail: Number of extra elements at the end of the staging tensor, for other numbers that are
-            sent in the same message.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], tail: int = 0) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
-        self.elements = sum(as_real(t.detach()).numel() for t in self.tensors)
-        self._tail = tail
         self._flat: Tensor | None = None
 
     @property
     def flat(self) -> Tensor:
-        """The staging tensor, 1-D, with ``elements + tail`` elements."""
+        """The staging tensor, 1-D."""
         if self._flat is None:
             first = self.tensors[0]
-            self._flat = torch.empty(
-                self.elements + self._tail,
-                dtype=staging_dtype(first),
-                device=first.device,
-            )
+            elements = sum(as_real(t.detach()).numel() for t in self.tensors)
+            self._flat = torch.empty(elements, dtype=staging_dtype(first), device=first.device)
         return self._flat
-
-    @property
-    def body(self) -> Tensor:
-        """The part of ``flat`` that holds the tensors."""
-        return self.flat[: self.elements]
-
-    @property
-    def tail(self) -> Tensor:
-        """The extra elements at the end of ``flat``."""
-        return self.flat[self.elements :]
 
     def pack(self, weight: float = 1.0) -> Tensor:
         """Stage ``weight`` times the tensors. Returns ``flat``."""
-        pack(self.tensors, self.body, weight)
+        pack(self.tensors, self.flat, weight)
         return self.flat
 
     def unpack(self, divisor: float = 1.0) -> None:
         """Write the staged values divided by ``divisor`` into the tensors, in place."""
-        unpack(self.body, self.tensors, divisor)
+        unpack(self.flat, self.tensors, divisor)
 
     def release(self) -> None:
         """Free the staging tensor. The next use allocates it again."""

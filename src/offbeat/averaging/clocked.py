@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from typing_extensions import override
@@ -11,9 +10,9 @@ from offbeat.averaging.averager import Averager
 from offbeat.averaging.flight import Flight
 from offbeat.averaging.pace import BOUNDARY_SHARE, Pace
 from offbeat.averaging.rounds import WaitingWarning
-from offbeat.averaging.votes import STEP, WANTED, WEIGHT, Round, Sums, Vote
+from offbeat.averaging.votes import Round, Vote, tally_of
 from offbeat.averaging.worker import Worker
-from offbeat.strategies.base import SharedModel, Strategy, Tally
+from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.transport.handle import Completed, Handle
 
 
@@ -49,10 +48,9 @@ class ClockedAverager(Averager):
         super().start()
         # Of the newest landed message: time from sending to arrival, and processor time of a part.
         self._flight_steps, self._cost = math.inf, 0.0
-        numbers = (0.0,) * len(self.strategy.vote(self.view_of(stepping=False)))
-        self.vote_length = Vote.SLOTS + len(numbers) + 1
         self._measured = 0  # number of parts in the newest message that has landed
-        self._sums = Sums(0.0, 0, 0, 0.0, numbers=numbers)  # of that message
+        self._sums = Vote(numbers=(0.0,) * len(self._vote(stepping=False).numbers))  # of its votes
+        self.vote_length = len(self._sums.row())
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -154,49 +152,44 @@ class ClockedAverager(Averager):
     # -- messages --------------------------------------------------------------------------------
 
     def _vote(self, *, stepping: bool, finishing: bool = False) -> Vote:
-        return self.rounds.vote(
+        """Return this worker's vote. Its last number is the processor time of a part."""
+        return Vote(
             weight=float(stepping or self.unsynced),
             stepping=stepping,
             finishing=finishing,
             wanted=self._flight_steps if stepping else math.inf,
-            finite=True,
-            numbers=self.strategy.vote(self.view_of(stepping=stepping)),
+            numbers=(*self.strategy.vote(self.view_of(stepping=stepping)), self._cost),
         )
 
     def _begin(self, *, stepping: bool, finishing: bool = False) -> Flight:
         """Begin the next message."""
-        sums, view = self._sums, self.view_of(stepping=stepping)
-        tally = Tally(lambda: (sums.stepping, sums.wanted, sums.numbers))
+        view, sums = self.view_of(stepping=stepping), self._sums
+        tally = tally_of(Completed(sums._replace(numbers=sums.numbers[:-1])))
         number = self.strategy.decide(view, tally)
         parts = self.next_parts(self.state.sizer.number if number == math.inf else number)
         steps = self.outer_steps(parts, tally)
-        vote = self._vote(stepping=stepping, finishing=finishing)
+        vote = self.rounds.number(self._vote(stepping=stepping, finishing=finishing))
         flight = self.begin(parts, vote.weight, lambda: math.nan, steps)
         flight.vote = vote
         return flight
 
     def _send(self, flight: Flight) -> None:
         worker, team, vote = self.worker, self.worker.team, flight.vote
-        assert vote is not None
-        finite = self.check_launch(flight)
-        if not vote.stepping and not worker.finite_model():
-            finite = False
+        finite = self.check_launch(flight) and (bool(vote.stepping) or worker.finite_model())
         if not finite:
             worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
-        flight.vote = vote = replace(vote, finite=finite)
-        self.send(flight, [*vote.encode(), self._cost])
+        flight.vote = vote._replace(finite=finite)
+        self.send(flight, flight.vote.row())
         assert flight.handle is not None
         # The thread that waits for the message must not keep this object or the worker.
-        check, step, size, host = self.rounds.check, worker.step, worker.size, team.host
+        check, host = self.rounds.check, team.host
 
         def move(_: object) -> Handle[None]:
             flight.arrived_seconds, began = host.now(), host.processor_seconds()
-            votes = flight.message.votes
-            *columns, costs = zip(*votes, strict=True)
-            sums = vote.tally([sum(column) for column in columns], size)
-            flight.sums, total = check(sums, step), _contributors(votes)
+            flight.sums = check(flight.message.votes)
+            flight.votes = [Vote.of(row) for row in flight.message.votes]
+            total = _contributors(flight.votes)
             flight.total = lambda: total
-            flight.fastest, flight.cost = min(each[WANTED] for each in votes), max(costs)
             flight.move()
             flight.background_seconds = host.processor_seconds() - began
             return Completed(None)
@@ -217,7 +210,6 @@ class ClockedAverager(Averager):
         flight.moved.wait()
         if flight.buffers is not None:
             flight.buffers.wait()
-        assert flight.sums is not None
         self._sums = flight.sums
         flight.work = flight.add()
         pace.credit_seconds -= flight.background_seconds
@@ -227,8 +219,10 @@ class ClockedAverager(Averager):
             seconds = flight.arrived_seconds - flight.sent_seconds
             (self._flight_steps,) = self.worker.team.agree(seconds / pace.step_seconds)
         # What the workers have measured of the previous message came with this one.
-        if math.isfinite(flight.fastest) and self._measured:
-            state.sizer.measure(flight.fastest, self._measured, flight.cost)
+        fastest = min(vote.wanted for vote in flight.votes)
+        if math.isfinite(fastest) and self._measured:
+            cost = max(vote.numbers[-1] for vote in flight.votes)
+            state.sizer.measure(fastest, self._measured, cost)
         self._measured = len(flight.parts)
 
     @override
@@ -239,7 +233,6 @@ class ClockedAverager(Averager):
 
     @override
     def buffer_total(self, flight: Flight) -> float:
-        assert flight.sums is not None
         return flight.sums.weight
 
     @override
@@ -266,11 +259,9 @@ class ClockedAverager(Averager):
         while True:
             flight = self._begin(stepping=False, finishing=finishing)
             self._complete(flight)
-            assert flight.sums is not None
-            assert flight.vote is not None
             if not flight.sums.stepping:
                 worker.record.clear()
-                return Round(0, flight.vote, Completed(flight.sums))
+                return Round(flight.vote, Completed(flight.sums))
             if warning is not None:
                 warning(flight.sums)
 
@@ -284,12 +275,12 @@ class ClockedAverager(Averager):
         return False
 
 
-def _contributors(votes: Sequence[Sequence[float]]) -> float:
+def _contributors(votes: Sequence[Vote]) -> float:
     """Return the number of workers by which the sum of the updates in a message is divided.
 
     A worker counts if it contributes. It also counts, with an update of zero, if it has taken as
     many local steps as a worker that contributes, because it has then sent its changes of these
     steps before. A worker that ran out of data earlier does not count.
     """
-    behind = min((vote[STEP] for vote in votes if vote[WEIGHT]), default=math.inf)
-    return float(sum(vote[WEIGHT] > 0 or vote[STEP] >= behind for vote in votes))
+    behind = min((vote.step for vote in votes if vote.weight), default=math.inf)
+    return float(sum(vote.weight > 0 or vote.step >= behind for vote in votes))

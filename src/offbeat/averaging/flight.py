@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.flat import Slice
-from offbeat.averaging.votes import Sums, Vote
+from offbeat.averaging.votes import Vote
 from offbeat.quantization.kernels import kernels_for
 from offbeat.quantization.message import Message, Squares, Stream
 from offbeat.transport.handle import Handle
@@ -76,9 +76,8 @@ class Flight:
         finite: False if the update of this worker contains NaN or infinity.
         squares: ‖D‖² and ‖u‖².
         vote: Vote of this worker, if it travels in the message.
-        sums: Sum of all workers' votes, if they travel in the message.
-        fastest: Least time, in steps, that a worker has measured for the previous message.
-        cost: Most processor time of a part of the previous message, in steps of that worker.
+        votes: Votes of all workers, by rank, once the message has arrived.
+        sums: Sum of the ``votes``.
         moved: Handle of the work of the background thread; None if there is none.
         background_seconds: Processor time of the background thread.
         processor_seconds: Processor time of both threads.
@@ -101,10 +100,9 @@ class Flight:
     shifts: list[list[Tensor]] = field(default_factory=list)
     finite: bool = True
     squares: Squares = field(default_factory=lambda: np.zeros(2))
-    vote: Vote | None = None
-    sums: Sums | None = None
-    fastest: float = math.inf
-    cost: float = 0.0
+    vote: Vote = field(default_factory=Vote)
+    votes: list[Vote] = field(default_factory=list)
+    sums: Vote = field(default_factory=Vote)
     moved: Handle[None] | None = None
     background_seconds: float = 0.0
     processor_seconds: float = 0.0

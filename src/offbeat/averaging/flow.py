@@ -208,21 +208,11 @@ class Flow(ABC):
             finishing: True if this worker ends training.
         """
 
-    def act(self, round: Round) -> bool | None:
-        """Decide a round and carry out the decision, if the round can be decided now.
-
-        Returns:
-            True if the workers were synchronized. None if the round cannot be decided yet.
-        """
-        if not self.can_decide(round):
-            return None
+    def act(self, round: Round) -> bool:
+        """Decide a round and carry out the decision. Returns True if it synchronized workers."""
         synced = self.decide(round)
         self.syncs += synced
         return synced
-
-    def can_decide(self, round: Round) -> bool:
-        """Return True if the round can be decided now. May block until the tally has arrived."""
-        return True
 
     @abstractmethod
     def decide(self, round: Round) -> bool:

@@ -14,14 +14,10 @@ from typing_extensions import override
 
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradients import GradientMean
-from offbeat.averaging.votes import Round, Vote
+from offbeat.averaging.votes import Round, Vote, tally_of
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.strategies.base import (
-    Gradients,
-    Strategy,
-    WorkerView,
-    transient,
-)
+from offbeat.strategies.base import Gradients, Strategy, WorkerView, transient
+from offbeat.transport.handle import Completed, Handle
 
 
 @dataclass
@@ -32,9 +28,9 @@ class GradientFlowState:
         views: Data that the strategy may read, one ``WorkerView`` for each optimizer.
         errors: Quantization errors of all ``means``.
         means: One ``GradientMean`` for each optimizer, which averages its gradients.
-        delayed: Previous round of each optimizer, by the optimizer's index. Empty unless the
-            strategy decides a round with the tally of the previous one (``tally_delay`` = 1).
-        saved_tallies: ``delayed`` as plain numbers, for a checkpoint.
+        delayed: Sum of the votes of each optimizer's previous round, by the optimizer's index.
+            Empty unless the strategy decides a round with the tally of the previous one.
+        delayed_rows: ``delayed`` as plain numbers, for a checkpoint.
         newest: True if this worker has the newest model: it took a step in the last round, or has
             received the newest model since. Only used if every step averages.
         launch_steps: Local step of the newest mean of each optimizer, at first ``start_step``.
@@ -44,8 +40,8 @@ class GradientFlowState:
     views: list[WorkerView]
     errors: list[Tensor]
     means: list[GradientMean] = transient()
-    delayed: dict[int, Round] = transient(default_factory=dict)
-    saved_tallies: dict[int, list[float]] = field(default_factory=dict)
+    delayed: dict[int, Handle[Vote]] = transient(default_factory=dict)
+    delayed_rows: dict[int, list[float]] = field(default_factory=dict)
     newest: bool = False
     launch_steps: list[int] = field(default_factory=list)
     start_step: int = 0
@@ -75,26 +71,21 @@ class GradientFlow(Flow):
         views = []
         for _ in worker.optimizers:
             view = worker.strategy_view()
-            view.stepping = False
             view.state = strategy.state(view)
             views.append(view)
-        slots = Vote.SLOTS + len(strategy.vote(views[0])) if self.every_step else 0
-        means = [
-            self.make_mean(optimizer, view, slots)
-            for optimizer, view in zip(worker.optimizers, views, strict=True)
-        ]
+        means = [self.make_mean(*each) for each in zip(worker.optimizers, views, strict=True)]
         errors, begun = [each for mean in means for each in mean.errors], worker.step
         self.state = GradientFlowState(
             views, errors, means, launch_steps=[begun] * len(views), start_step=begun
         )
 
-    def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView, slots: int) -> GradientMean:
+    def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView) -> GradientMean:
         """Return the object that averages the gradients of ``optimizer``.
 
-        ``view`` is the strategy's view for this optimizer, ``slots`` an argument of the result.
+        ``view`` is the strategy's view for this optimizer.
         """
         overlap = self.every_step and self.worker.overlaps_backward
-        return GradientMean(self.worker.wire, optimizer.buckets, slots=slots, overlap=overlap)
+        return GradientMean(self.worker.wire, optimizer.buckets, overlap=overlap)
 
     @property
     @override
@@ -129,7 +120,7 @@ class GradientFlow(Flow):
         self._wanted = float(self.strategy.due(view))
         if not self._wanted:
             return False
-        return bool(self.act(self.vote(optimizer.index, stepping=True)))
+        return self.act(self.vote(optimizer.index, stepping=True))
 
     @override
     def step_ended(self) -> bool:
@@ -146,23 +137,20 @@ class GradientFlow(Flow):
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         """Send the vote. If every step averages, also average the gradients. This blocks."""
-        worker = self.worker
         view = self._view(optimizer, stepping=stepping)
-        finite = self.check_finite(stepping=stepping, optimizer=optimizer)
-        vote = self.rounds.vote(
+        vote = Vote(
             weight=float(stepping or self.unsynced),
             stepping=stepping,
             finishing=finishing,
             wanted=self._wanted if stepping else 0.0,
-            finite=finite,
+            finite=self.check_finite(stepping=stepping, optimizer=optimizer),
             numbers=self.strategy.vote(view),
         )
-        if not self.every_step:
+        if not self.every_step or self.worker.size == 1:
             return self.rounds.send(vote, optimizer)
-        sums: Sequence[float] = vote.encode()
-        if worker.size > 1:
-            sums = self.state.means[optimizer].reduce(sums, contribute=stepping)
-        return self.rounds.from_sums(vote, sums, optimizer)
+        vote = self.rounds.number(vote)
+        rows = self.state.means[optimizer].reduce(vote.row(), contribute=stepping)
+        return Round(vote, Completed(self.rounds.check(rows)), optimizer)
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
@@ -174,23 +162,23 @@ class GradientFlow(Flow):
         state, index = self.state, round.optimizer
         if self.every_step:
             round.wait()
-            state.newest = round.own.stepping
+            state.newest = bool(round.own.stepping)
             state.views[index].launches += 1
             return True
-        chosen: Round | None = round
+        stepping, sums = bool(round.own.stepping), round.sums
         if self.strategy.tally_delay:
-            chosen, state.delayed[index] = state.delayed.get(index), round
-        view = self._view(index, stepping=round.own.stepping)
-        if chosen is None:
-            return False
-        if not self.strategy.decide(view, chosen.tally()):
+            previous, state.delayed[index] = state.delayed.get(index), sums
+            if previous is None:
+                return False
+            sums = previous
+        view = self._view(index, stepping=stepping)
+        if not self.strategy.decide(view, tally_of(sums)):
             return False
         view.launches += 1
         state.launch_steps[index] = self.worker.step
         # Unless the policy is "warn", non-finite gradients are not sent: all would receive them.
         allowed = not self.worker.guarded or self._finite_gradients(index)
-        contribute = round.own.stepping and allowed
-        state.means[index].reduce([], contribute=contribute)
+        state.means[index].reduce([], contribute=stepping and allowed)
         return True
 
     def _finite_gradients(self, index: int) -> bool:
@@ -222,12 +210,10 @@ class GradientFlow(Flow):
 
     @override
     def before_save(self, barrier: object) -> None:
-        self.state.saved_tallies = {
-            index: round.flat() for index, round in self.state.delayed.items()
-        }
+        state = self.state
+        state.delayed_rows = {index: sums.wait().row() for index, sums in state.delayed.items()}
 
     @override
     def after_load(self) -> None:
-        self.state.delayed = {
-            index: Round.saved(values) for index, values in self.state.saved_tallies.items()
-        }
+        rows = self.state.delayed_rows.items()
+        self.state.delayed = {index: Completed(Vote.of(row)) for index, row in rows}

@@ -4,24 +4,20 @@ The buckets contain the parameters in reverse order, because backward computes t
 last layers first. All buckets but the last may be sent while backward still runs. The last bucket
 is sent at the end of backward.
 
-Together with the last bucket the workers sum some numbers, the *agreement*:
+At the end of backward the workers also gather the *agreement*, a few numbers of each worker:
 
-- the caller's numbers, such as votes;
-- the number of workers that contribute gradients;
-- for each parameter, the number of workers that contribute a gradient, and how many of these
-  gradients are sparse.
+- the caller's numbers, such as a vote;
+- whether the worker contributes gradients;
+- for each parameter, whether its gradient is missing, dense or sparse.
 
-The gradients are quantized if the wire saves bytes. The agreement is never quantized. It is part
-of the bucket's message if there is only one bucket and the wire does not quantize. Otherwise it is
-a separate message.
+The gradients are quantized if the wire saves bytes. The agreement is never quantized.
 
 Sparse gradients are sent as dense ones. The mean is made sparse again if all gradients of the
 parameter are sparse, because some optimizers accept only sparse gradients.
 """
 
-import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +25,7 @@ from torch import Tensor, nn
 from offbeat.averaging.buckets import (
     BUCKET_BYTES,
     Bucket,
+    as_real,
     group_tensors,
     pack,
     staging_dtype,
@@ -40,8 +37,7 @@ from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Completed, Handle
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network is busy early in backward
-_SPARSE = 2**12  # see ``_presence``
-_Layout = Literal["none", "dense", "sparse"]
+_NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0  # layout of a gradient: missing, dense, sparse
 
 
 def gradient_buckets(
@@ -71,7 +67,6 @@ class _GradientBucket(Bucket):
 
     Args:
         parameters: The parameters.
-        tail: Number of extra elements at the end of the staging tensor, for the agreement.
         wire: Precision of the sums.
 
     Attributes:
@@ -79,40 +74,34 @@ class _GradientBucket(Bucket):
         handle: The newest sum, in flight or complete.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], tail: int, wire: Wire) -> None:
-        super().__init__(parameters, tail)
+    def __init__(self, parameters: Sequence[nn.Parameter], wire: Wire) -> None:
+        super().__init__(parameters)
         self.parameters = list(parameters)
         dtype, device = staging_dtype(parameters[0]), parameters[0].device
+        elements = sum(as_real(p.detach()).numel() for p in parameters)
         self.stream: Stream | None = None
-        if wire.saves(self.elements, dtype.itemsize):
-            self.stream = Stream([(self.elements, dtype, device)], wire.team.size, device)
+        if wire.saves(elements, dtype.itemsize):
+            self.stream = Stream([(elements, dtype, device)], wire.team.size, device)
             self.stream.make_errors(residual=True)
         self.handle: Handle[Tensor] = Completed(torch.empty(0, device="cpu"))
 
     def pack(self, weight: float = 1.0) -> Tensor:
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
-        pack([g.to_dense() if g.is_sparse else g for g in gradients], self.body, weight)
+        pack([g.to_dense() if g.is_sparse else g for g in gradients], self.flat, weight)
         return self.flat
 
-    def write(self, divisor: float, layouts: Sequence[_Layout]) -> None:
-        """Replace the gradients by the sum / ``divisor``.
-
-        ``layouts`` has the layout of the mean for each parameter. "none": no worker contributes a
-        gradient, so a ``grad`` of None stays None.
-        """
-        targets: list[Tensor] = []
-        # New gradients for parameters whose gradient is missing or sparse.
-        assigned: list[tuple[nn.Parameter, Tensor, _Layout]] = []
-        for parameter, layout in zip(self.parameters, layouts, strict=True):
+    def write(self, divisor: float, layouts: Sequence[float]) -> None:
+        """Replace the gradients by the sum / ``divisor``. ``layouts``: see ``_Agreement``."""
+        parts = self.flat.split([as_real(p.detach()).numel() for p in self.parameters])
+        for parameter, part, layout in zip(self.parameters, parts, layouts, strict=True):
             gradient = parameter.grad
+            if layout == _NONE:
+                continue
             if gradient is None or gradient.is_sparse:
                 gradient = torch.empty_like(parameter)
-                if layout != "none":
-                    assigned.append((parameter, gradient, layout))
-            targets.append(gradient)
-        unpack(self.body, targets, divisor)
-        for parameter, gradient, layout in assigned:
-            parameter.grad = _to_sparse(gradient) if layout == "sparse" else gradient
+            unpack(part, [gradient], divisor)
+            if gradient is not parameter.grad:
+                parameter.grad = _to_sparse(gradient) if layout == _SPARSE else gradient
 
 
 def _to_sparse(dense: Tensor) -> Tensor:
@@ -122,31 +111,35 @@ def _to_sparse(dense: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(rows, values, size, is_coalesced=True, check_invariants=False)
 
 
-def _presence(gradient: Tensor | None) -> float:
-    """Return 0 if there is no gradient, 1 for a dense and 1 + 4096 for a sparse one.
+def _layout(gradient: Tensor | None) -> float:
+    return _NONE if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
 
-    The sum over the workers is s·4096 + n, with n gradients, of which s are sparse. It is exact in
-    float32 for at most 4095 workers.
+
+class _Agreement(NamedTuple):
+    """What all workers know when they average gradients.
+
+    Attributes:
+        rows: The caller's numbers of all workers, in the order of the ranks.
+        contributing: Number of workers that contribute gradients.
+        layouts: Layout of the mean for each parameter. It is sparse if all gradients that exist are
+            sparse. If no worker contributes a gradient, a ``grad`` of None stays None.
     """
-    return 0.0 if gradient is None else 1.0 + _SPARSE * gradient.is_sparse
 
-
-def _layout(count: float) -> _Layout:
-    """Return the layout of a mean from the sum of ``_presence`` over the workers."""
-    sparse, holders = divmod(round(count), _SPARSE)
-    return "none" if holders == 0 else "sparse" if sparse == holders else "dense"
+    rows: list[list[float]]
+    contributing: float
+    layouts: list[float]
 
 
 class GradientMean:
     """g ← Σ g / (number of contributing workers), for the parameters of one optimizer.
 
-    *Communication*: one all-reduce of the gradients in buckets, and the agreement. *Memory*: one
-    flat copy of the gradients. A quantized sum also stores its quantization errors.
+    *Communication*: one all-reduce of the gradients in buckets, and an all-gather of the agreement,
+    8 bytes for each parameter. *Memory*: one flat copy of the gradients. A quantized sum also
+    stores its quantization errors.
 
     Args:
         wire: The workers, and the precision of the gradients.
         buckets: The optimizer's parameters, from ``gradient_buckets``.
-        slots: Number of extra numbers that ``reduce`` sums over the workers for its caller.
         overlap: True to allow calls of ``start`` while backward runs.
 
     Attributes:
@@ -158,14 +151,10 @@ class GradientMean:
         wire: Wire,
         buckets: Sequence[Sequence[nn.Parameter]],
         *,
-        slots: int = 0,
         overlap: bool = False,
     ) -> None:
-        self._team, self._wire, self._slots = wire.team, wire, slots
-        parameters = sum(map(len, buckets))
-        # Length of the agreement. The 1 is the number of contributing workers.
-        tail = slots + 1 + parameters if len(buckets) == 1 and wire.exact else 0
-        self._buckets = [_GradientBucket(group, tail, wire) for group in buckets]
+        self._team, self._wire = wire.team, wire
+        self._buckets = [_GradientBucket(group, wire) for group in buckets]
         streams = [bucket.stream for bucket in self._buckets if bucket.stream]
         self.errors = [e for s in streams for e in (s.residual, s.errors) if e is not None]
         self._next = 0  # index of the first bucket that was not sent
@@ -199,66 +188,56 @@ class GradientMean:
 
         bucket.handle = self._team.communicator.timed(message.start(None)).then(read)
 
-    def reduce(self, slots: Sequence[float], *, contribute: bool) -> list[float]:
+    def reduce(self, numbers: Sequence[float], *, contribute: bool) -> list[list[float]]:
         """Replace the gradients by their mean over the contributing workers. Blocks.
 
         If a sum fails, or if no worker contributes, no gradient changes.
 
         Args:
-            slots: The caller's numbers, as many as the constructor's argument ``slots``.
+            numbers: The caller's numbers, equally many on all workers.
             contribute: True if this worker's gradients are part of the mean, and are replaced by
                 it. False sends zeros.
 
         Returns:
-            The caller's numbers summed over the workers.
+            The caller's numbers of all workers, in the order of the ranks.
         """
-        if not self._buckets:  # the optimizer has only empty parameters
-            sums: list[float] = self._sum([*slots]).wait().tolist()
-            return sums
         if self._next and not contribute:
             raise OffbeatError(
                 "a backward pass failed after a part of its gradients was sent to the other "
                 "workers: call detach(), so that they do not wait for the rest"
             )
-        for bucket in self._buckets[self._next : -1]:
+        agreement = self._agree(numbers, contribute=contribute)
+        for bucket in self._buckets[self._next :]:
             self._launch(bucket, contribute=contribute)
-        numbers = [*slots, float(contribute), *self._presence(contribute)]
-        sums = self._agree(numbers, contribute).wait().tolist()
-        self._land(sums[self._slots] if contribute else 0, sums[self._slots + 1 :])
+        rows, contributing, layouts = agreement.wait()
+        self._land(contributing if contribute else 0, layouts)
         self._next = 0
-        return sums[: self._slots]
+        return rows
 
-    def _presence(self, contribute: bool) -> list[float]:
-        """Return the result of the function ``_presence`` for each parameter, or zeros."""
+    def _agree(self, numbers: Sequence[float], *, contribute: bool) -> Handle[_Agreement]:
+        """Start to gather the agreement. Arguments as in ``reduce``."""
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
-        return [_presence(p.grad) if contribute else 0.0 for p in parameters]
+        layouts = [_layout(p.grad) if contribute else _NONE for p in parameters]
+        gathered = self._team.communicator.gather_numbers(
+            [*numbers, float(contribute), *layouts], what="agreement on the mean of the gradients"
+        )
+        count = len(numbers)
 
-    def _land(self, divisor: float, counts: Sequence[float]) -> None:
+        def read(rows: list[list[float]]) -> _Agreement:
+            contributing, *columns = list(zip(*rows, strict=True))[count:]
+            means = [min(filter(None, column), default=_NONE) for column in columns]
+            return _Agreement([row[:count] for row in rows], sum(contributing), means)
+
+        return gathered.then(read)
+
+    def _land(self, divisor: float, layouts: Sequence[float]) -> None:
         """Replace the gradients by the buckets' sums / ``divisor``, all of them or none.
 
-        ``counts`` are the sums of ``_presence`` over the workers. With ``divisor`` 0 nothing is
-        written.
+        With ``divisor`` 0 nothing is written.
         """
         for bucket in self._buckets:
             bucket.handle.wait()
         if divisor:
-            layouts = iter([_layout(count) for count in counts])
+            rest = iter(layouts)
             for bucket in self._buckets:
-                bucket.write(divisor, list(itertools.islice(layouts, len(bucket.parameters))))
-
-    def _agree(self, numbers: list[float], contribute: bool) -> Handle[Tensor]:
-        """Send the last bucket, and sum ``numbers`` over the workers."""
-        last = self._buckets[-1]
-        if last.tail.numel():
-            last.tail.copy_(torch.tensor(numbers, dtype=last.flat.dtype, device="cpu"))
-            self._launch(last, contribute=contribute)
-            return last.handle.then(lambda _: last.tail)
-        handle = self._sum(numbers)
-        self._launch(last, contribute=contribute)
-        return handle
-
-    def _sum(self, numbers: list[float]) -> Handle[Tensor]:
-        flat = torch.tensor(
-            numbers, dtype=torch.float64, device=self._team.communicator.control_device
-        )
-        return self._team.communicator.sum(flat, what="agreement on the gradients")
+                bucket.write(divisor, [next(rest) for _ in bucket.parameters])

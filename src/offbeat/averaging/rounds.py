@@ -1,18 +1,16 @@
 """Rounds, in which all workers decide together what to average, if anything.
 
-Each worker sends a *vote*, a list of numbers. All workers receive the same *tally*, the sum of the
-votes. Every worker takes part in every round, so all workers make the same decisions and start the
-same operations in the same order. A worker without further data votes with ``stepping=False`` until
-no worker takes a step. The workers may therefore take different numbers of steps.
+Each worker sends a *vote*, a list of numbers. All workers gather the votes and add them up. The
+strategy reads the sum, the *tally*. Every worker takes part in every round, so all workers make the
+same decisions and start the same operations in the same order. A worker without further data votes
+with ``stepping=False`` until no worker takes a step. The workers may therefore take different
+numbers of steps.
 """
 
 import logging
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from offbeat.averaging.votes import Round, Sums, Vote
+from offbeat.averaging.votes import Round, Vote
 from offbeat.averaging.worker import NonFinite, Worker
 from offbeat.errors import OffbeatError
 from offbeat.transport.handle import Completed
@@ -22,8 +20,8 @@ _SECONDS = 5.0  # wait before the first warning; doubled for each further warnin
 _STEPS = 10  # smallest number of steps by the other workers together before a warning
 
 
-class NonFiniteCheck:
-    """Applies the policy for non-finite contributions to the tally of each round, on all workers.
+class VoteCheck:
+    """Checks the votes of all workers in each round, and adds them up.
 
     Args:
         rank: Rank of this worker.
@@ -36,20 +34,32 @@ class NonFiniteCheck:
     def __init__(self, rank: int, policy: NonFinite) -> None:
         self._rank, self._policy, self._logged = rank, policy, False
 
-    def __call__(self, sums: Sums, step: int) -> Sums:
-        """Apply the policy to ``sums``, the tally of a round, and return ``sums`` unchanged.
+    def __call__(self, rows: Sequence[Sequence[float]]) -> Vote:
+        """Return the sum of the votes, of which the ``rows`` are in the order of the ranks.
 
-        With "warn" only the first case is logged. ``step`` is used in messages.
+        If a worker reports non-finite values, the policy applies on all workers. With "warn" only
+        the first case is logged.
 
         Raises:
-            OffbeatError: the policy is "raise", and a worker reports non-finite values.
+            OffbeatError: the workers are in different rounds, or the policy is "raise", and a
+                worker reports non-finite values.
         """
-        if not sums.non_finite:
-            return sums
-        name = f"{sums.non_finite} workers"
-        if sums.non_finite_rank is not None:
-            name = f"rank {sums.non_finite_rank}"
-        message = f"{name} would contribute NaN or infinity to the mean at step {step}"
+        votes = [Vote.of(row) for row in rows]
+        for rank, vote in enumerate(votes):
+            if vote.round != votes[0].round:
+                raise OffbeatError(
+                    "the workers are not in the same round: rank 0 is in round "
+                    f"{votes[0].round:.0f}, rank {rank} in round {vote.round:.0f}. One of them may "
+                    "have continued after an interruption: detach() and attach again on all workers"
+                )
+        wrong = [rank for rank, vote in enumerate(votes) if not vote.finite]
+        if wrong:
+            self._report(wrong, votes[wrong[0]].step)
+        return Vote.of([sum(column) for column in zip(*rows, strict=True)])
+
+    def _report(self, ranks: Sequence[int], step: float) -> None:
+        names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        message = f"{names} would contribute NaN or infinity to the mean at step {step:.0f}"
         if self._policy == "raise":
             raise OffbeatError(
                 f'{message}; no other model has received it (non_finite="raise"). Check the data '
@@ -62,76 +72,37 @@ class NonFiniteCheck:
                 self._rank,
                 message,
             )
-        return sums
 
 
 class Rounds:
-    """Makes and sends the votes of one worker, and numbers the rounds.
+    """Numbers and sends the votes of one worker.
 
     The numbers start at 0 in each view, that is, for each composition of the group of workers.
 
     Attributes:
-        check: Applies the policy for non-finite contributions to each tally.
+        check: Checks the votes of all workers in a round, and adds them up.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._next = worker, 0
-        self.check = NonFiniteCheck(worker.rank, worker.non_finite)
+        self.check = VoteCheck(worker.rank, worker.non_finite)
 
-    def vote(
-        self,
-        *,
-        weight: float,
-        stepping: bool,
-        finishing: bool,
-        wanted: float = 0.0,
-        finite: bool = True,
-        numbers: tuple[float, ...] = (),
-    ) -> Vote:
-        """Return this worker's vote for the next round, without sending it; see ``Vote``."""
-        worker = self._worker
-        vote = Vote(
-            weight=weight,
-            stepping=stepping,
-            finishing=finishing,
-            wanted=wanted,
-            view=worker.team.view,
-            round=self._next,
-            finite=finite,
-            rank=worker.rank,
-            also=worker.also,
-            numbers=numbers,
-            step=worker.step,
-        )
+    def number(self, vote: Vote) -> Vote:
+        """Return ``vote`` for the next round: with its number, and with the state of the worker."""
+        worker, number = self._worker, self._next
         self._next += 1
-        return vote
+        return vote._replace(round=number, step=worker.step, also=worker.also)
 
     def send(self, vote: Vote, optimizer: int = 0) -> Round:
-        """Send a vote in a separate message. ``optimizer``: see ``Round``."""
-        worker, values, size = self._worker, vote.encode(), self._worker.size
-        if size == 1:
-            return self.from_sums(vote, values, optimizer)
-        communicator = worker.team.communicator
-        tensor = torch.tensor(values, dtype=torch.float64, device=communicator.control_device)
+        """Number a vote and send it in a message of its own. ``optimizer``: see ``Round``."""
+        worker, vote = self._worker, self.number(vote)
+        if worker.size == 1:
+            return Round(vote, Completed(vote), optimizer)
         # A sum would take 2(N−1) messages in sequence.
-        handle = communicator.gather(tensor, what=f"votes at step {worker.step}")
-        # The lambda does not capture ``self``: a pending round must not keep the worker alive.
-        check, step = self.check, worker.step
-        sums = handle.then(lambda votes: check(vote.tally(_sum(votes), size), step))
-        return Round(optimizer, vote, sums)
-
-    def from_sums(self, vote: Vote, sums: Sequence[float], optimizer: int) -> Round:
-        """Return a round whose votes were summed elsewhere, for example together with gradients.
-
-        ``sums`` are the elementwise sums of the encoded votes of all workers.
-        """
-        tally = self.check(vote.tally(sums, self._worker.size), self._worker.step)
-        return Round(optimizer, vote, Completed(tally))
-
-
-def _sum(votes: Sequence[Tensor]) -> list[float]:
-    """Return the elementwise sum, added in the order of the ranks: the same on all workers."""
-    return [sum(numbers) for numbers in zip(*(vote.tolist() for vote in votes), strict=True)]
+        what = f"votes at step {worker.step}"
+        rows = worker.team.communicator.gather_numbers(vote.row(), what=what)
+        # ``check`` does not hold ``self``: a pending round must not keep the worker alive.
+        return Round(vote, rows.then(self.check), optimizer)
 
 
 class WaitingWarning:
@@ -143,15 +114,15 @@ class WaitingWarning:
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._start = worker, worker.team.host.now()
-        self._first: int | None = None  # sum of the steps of all workers in the first round
+        self._first: float | None = None  # sum of the steps of all workers in the first round
         self._next_seconds = _SECONDS
 
-    def __call__(self, sums: Sums) -> None:
-        """Handle the tally of a round in which other workers take a step."""
+    def __call__(self, sums: Vote) -> None:
+        """Handle the sum of the votes of a round in which other workers take a step."""
         if self._first is None:
-            self._first = sums.steps
+            self._first = sums.step
         worker = self._worker
-        seconds, steps = worker.team.host.now() - self._start, sums.steps - self._first
+        seconds, steps = worker.team.host.now() - self._start, sums.step - self._first
         if seconds < self._next_seconds or steps < _STEPS:
             return
         while self._next_seconds <= seconds:

@@ -74,7 +74,7 @@ class NodeMean(NodeBuffers):
         wire = Wire(self._team)
         self.overlap = len(optimizers) == 1
         self._means = [
-            GradientMean(wire, each.buckets, slots=1, overlap=self.overlap) for each in optimizers
+            GradientMean(wire, each.buckets, overlap=self.overlap) for each in optimizers
         ]
 
     @override
@@ -93,7 +93,8 @@ class NodeMean(NodeBuffers):
 
     def _reduce(self, index: int, *, stepping: bool) -> None:
         """Average the gradients if all workers of the node step. Raise if only some of them do."""
-        (steps,) = self._means[index].reduce([float(stepping)], contribute=stepping)
+        rows = self._means[index].reduce([float(stepping)], contribute=stepping)
+        steps = sum(row[0] for row in rows)
         if steps not in (0, self._team.size):
             raise OffbeatError(
                 f"{steps:.0f} of the {self._team.size} workers of this node take a step, and the "

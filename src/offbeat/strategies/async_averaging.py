@@ -43,7 +43,7 @@ class AsyncAveraging(Strategy):
         outer_lr: Outer learning rate η_o > 0.
         outer_momentum: Outer momentum μ in [0, 1).
 
-    *Communication*: for each launch one sum of the models over the workers, and seven numbers per
+    *Communication*: for each launch one sum of the models over the workers, and eight numbers per
     worker, its vote. Both overlap with local steps.
 
     *Memory*, in copies of the model: one for s, one for the sum in flight, and one for P if it is

@@ -245,8 +245,8 @@ class Strategy(ABC):
         """Return numbers that are summed over all workers. Their count must never change.
 
         Called once in each round, or for each message with ``lands="arrived"``.
-        ``worker.stepping`` is False on a worker that takes no step. With ``Gradients`` and
-        ``lands="arrived"`` it is also called when a view begins, to count the numbers.
+        ``worker.stepping`` is False on a worker that takes no step. With ``lands="arrived"`` it is
+        also called when a view begins, to count the numbers.
         """
         return ()
 

@@ -86,7 +86,7 @@ class SelSync(Strategy):
     A non-finite norm counts as Δ = 0 and leaves m unchanged (see ``RelativeChange``).
     ``Stats.details["norms_not_finite"]`` counts such steps.
 
-    *Communication*: nine numbers per worker in each step, and the model (or the gradients) in a
+    *Communication*: ten numbers per worker in each step, and the model (or the gradients) in a
     synchronization. This is about (1 − LSSR) times the communication of BSP. *Memory*: one flat
     copy of the model (or the gradients). A quantized ``wire`` adds the quantization errors, and for
     parameters the last mean. *State*: m, the norms in the window, δ, counters, and what a quantized

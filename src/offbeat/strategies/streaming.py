@@ -106,8 +106,8 @@ class StreamingAveraging(Strategy):
             for the same loss, and else the formula above. With 1 there is no v. Only with "auto"
             the steps of SGD are shorter.
 
-    *Communication*: the updates of the parts, and the vote of each worker: eleven numbers in each
-    message of the eager schedule, ten for each launch of the cyclic one. Both overlap with
+    *Communication*: the updates of the parts, and the vote of each worker: twelve numbers in each
+    message of the eager schedule, eleven for each launch of the cyclic one. Both overlap with
     computation.
     *Memory*: P, v, and for the parts in flight the quantized messages, or u and its sum over the
     workers if ``wire`` is "float32". In the eager schedule also Δ − u of a message that lands.

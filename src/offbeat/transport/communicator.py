@@ -7,6 +7,7 @@ workers take part. On one communicator all workers start the same collectives in
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, final
 
 import torch
@@ -117,6 +118,12 @@ class Communicator(ABC):
     def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
         """Start an all-gather: the result lists every worker's ``tensor`` in rank order."""
         return self.start(Gather(what=what, tensor=tensor))
+
+    @final
+    def gather_numbers(self, numbers: Sequence[float], *, what: str) -> Handle[list[list[float]]]:
+        """Start an all-gather in float64: the result lists every worker's numbers in rank order."""
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.control_device)
+        return self.gather(own, what=what).then(lambda rows: [row.tolist() for row in rows])
 
     @final
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:

@@ -46,10 +46,10 @@ class LowRankMean(GradientMean):
     """
 
     def __init__(
-        self, flow: "PowerSGDFlow", optimizer: AttachedOptimizer, view: WorkerView, slots: int
+        self, flow: "PowerSGDFlow", optimizer: AttachedOptimizer, view: WorkerView
     ) -> None:
         strategy = flow.strategy
-        super().__init__(flow.worker.wire, optimizer.buckets, slots=slots)
+        super().__init__(flow.worker.wire, optimizer.buckets)
         self._start, self._view = strategy.start, view
         self._shapes: list[tuple[int, int] | None] = []  # by parameter; None if not compressed
         self.q, self.errors = list[Tensor](), list[Tensor]()
@@ -66,31 +66,29 @@ class LowRankMean(GradientMean):
                 self.errors.append(self.q[-1].new_zeros(rows, columns))
 
     @override
-    def reduce(self, slots: Sequence[float], *, contribute: bool) -> list[float]:
+    def reduce(self, numbers: Sequence[float], *, contribute: bool) -> list[list[float]]:
         if not self.q or self._view.launches < self._start:
-            return super().reduce(slots, contribute=contribute)
-        # A step inside torch.autocast would otherwise send the products and the votes in bfloat16.
+            return super().reduce(numbers, contribute=contribute)
+        # A step inside torch.autocast would otherwise send the products in bfloat16.
         with torch.autocast(self.q[0].device.type, enabled=False):
-            return self._reduce(slots, contribute=contribute)
+            return self._reduce(numbers, contribute=contribute)
 
-    def _reduce(self, slots: Sequence[float], *, contribute: bool) -> list[float]:
+    def _reduce(self, numbers: Sequence[float], *, contribute: bool) -> list[list[float]]:
+        agreement = self._agree(numbers, contribute=contribute)
         matrices, others = self._stage(contribute)
         if contribute:
             for m, e in zip(matrices, self.errors, strict=True):
                 m.add_(e)
-        numbers = [*slots, float(contribute), *self._presence(contribute)]
-        products = [m @ q for m, q in zip(matrices, self.q, strict=True)]
-        products, numbers = self._sum_all(products, numbers)
-        contributing, counts = numbers[self._slots], numbers[self._slots + 1 :]
+        products = self._sum_all([m @ q for m, q in zip(matrices, self.q, strict=True)])
+        rows, contributing, layouts = agreement.wait()
         if not contributing:
-            return numbers[: self._slots]
+            return rows
         # With NaN or infinity on any worker all workers get NaN, and Q and e do not change.
         finite = math.isfinite(squared_norm(products))
         bases = [torch.linalg.qr(p)[0] if finite else p * math.nan for p in products]
         projected = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
-        sums, _ = self._sum_all([*projected, *others])
-        means = [s.mul_(1 / contributing) for s in sums]
-        holders = [count for count, shape in zip(counts, self._shapes, strict=True) if shape]
+        means = [s.mul_(1 / contributing) for s in self._sum_all([*projected, *others])]
+        holders = [layout for layout, shape in zip(layouts, self._shapes, strict=True) if shape]
         for i, (m, p, held) in enumerate(zip(matrices, bases, holders, strict=True)):
             mean = p @ means[i].T
             if finite and held:  # else no worker has a gradient of this parameter
@@ -100,34 +98,30 @@ class LowRankMean(GradientMean):
             m.copy_(mean)
         for other, mean in zip(others, means[len(matrices) :], strict=True):
             other.copy_(mean)
-        self._land(float(contribute), counts)
-        return numbers[: self._slots]
+        self._land(float(contribute), layouts)
+        return rows
 
     def _stage(self, contribute: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Copy the gradients, or zeros, to the buckets. Return the compressed and all others."""
         values: list[Tensor] = []
         for bucket in self._buckets:
             bucket.handle = Completed(bucket.pack(float(contribute)))
-            values += bucket.body.split([as_real(p.detach()).numel() for p in bucket.parameters])
+            values += bucket.flat.split([as_real(p.detach()).numel() for p in bucket.parameters])
         pairs = list(zip(values, self._shapes, strict=True))
         return [v.view(shape) for v, shape in pairs if shape], [v for v, s in pairs if not s]
 
-    def _sum_all(
-        self, tensors: Sequence[Tensor], numbers: Sequence[float] = ()
-    ) -> tuple[list[Tensor], list[float]]:
-        """Sum tensors and numbers over the workers, in one message for each dtype and device."""
+    def _sum_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sum tensors over the workers, in one message for each dtype and device."""
         groups, handles = group_tensors(tensors, math.inf), list[Handle[Tensor]]()
         for group in groups:
-            tail = group[0].new_tensor([] if handles else numbers)
-            flat = torch.cat([*(t.reshape(-1) for t in group), tail])
+            flat = torch.cat([t.reshape(-1) for t in group])
             what = "low-rank mean of the gradients"
             handles.append(self._team.communicator.sum(flat, what=what))
         flats, sums = [handle.wait() for handle in handles], dict[int, Tensor]()
         for group, flat in zip(groups, flats, strict=True):
-            sizes = [t.numel() for t in group]
-            parts = flat[: sum(sizes)].split(sizes)
+            parts = flat.split([t.numel() for t in group])
             sums |= {id(t): part.view(t.shape) for t, part in zip(group, parts, strict=True)}
-        return [sums[id(t)] for t in tensors], flats[0][len(flats[0]) - len(numbers) :].tolist()
+        return [sums[id(t)] for t in tensors]
 
 
 @dataclass
@@ -155,8 +149,8 @@ class PowerSGDFlow(GradientFlow):
             state.q += mean.q
 
     @override
-    def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView, slots: int) -> LowRankMean:
-        return LowRankMean(self, optimizer, view, slots)
+    def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView) -> LowRankMean:
+        return LowRankMean(self, optimizer, view)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

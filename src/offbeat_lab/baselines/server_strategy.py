@@ -22,6 +22,7 @@ from offbeat.extend import (
     CustomFlow,
     Flow,
     Round,
+    Vote,
     Worker,
     as_real,
     pack_mixed,
@@ -179,8 +180,7 @@ class ServerFlow(Flow):
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         """Report to all workers that this worker takes no step (``stepping`` is False here)."""
-        vote = self.rounds.vote(weight=0.0, stepping=False, finishing=finishing)
-        return self.rounds.send(vote)
+        return self.rounds.send(Vote(finishing=finishing))
 
     @override
     def decide(self, round: Round) -> bool:

@@ -2,12 +2,9 @@
 
 import logging
 import zlib
-from collections.abc import Sequence
-
-import torch
 
 from offbeat.averaging import Replica, Worker
-from offbeat.averaging.votes import Sums
+from offbeat.averaging.votes import Vote
 from offbeat.checkpoint.state import digest
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import Strategy
@@ -32,12 +29,12 @@ class Comparison:
             return 0
         return digest([p for _, p in self._worker.replica.parameters])
 
-    def compare_modules(self, sums: Sums, also: Replica, *, finishing: bool) -> bool:
+    def compare_modules(self, sums: Vote, also: Replica, *, finishing: bool) -> bool:
         """Compare the modules ``also`` before a consensus. A collective if a worker has modules.
 
-        ``sums`` is the tally of the last round. ``finishing`` is True if this worker ends training.
-        It then takes part in a consensus without modules, although it has given some to ``finish``.
-        Returns True if the modules are averaged.
+        ``sums`` is the sum of the votes of the last round. ``finishing`` is True if this worker
+        ends training. It then takes part in a consensus without modules, although it has given some
+        to ``finish``. Returns True if the modules are averaged.
 
         Raises:
             MismatchError: the modules of two workers differ. Raised on all workers.
@@ -46,7 +43,9 @@ class Comparison:
             return False
         text = "\n".join(also.describe())
         digest = (zlib.crc32(text.encode()) or 1) if text else 0
-        reports = self._gather("comparison of the modules", [finishing, digest])
+        reports = self._worker.team.everyone.gather_numbers(
+            [finishing, digest], what="comparison of the modules"
+        ).wait()
         digests = [each for _, each in reports]
         asking = [each for ended, each in reports if not ended] or digests
         given = next((each for each in asking if each), 0)
@@ -61,9 +60,10 @@ class Comparison:
 
     def compare_final(self) -> None:
         """Compare the models after the final mean. A collective."""
-        models = self._gather("the end of training", [self._checksum()])
+        everyone = self._worker.team.everyone
+        models = everyone.gather_numbers([self._checksum()], what="the end of training").wait()
         differing = [str(rank) for rank, model in enumerate(models) if model != models[0]]
-        if differing and self._worker.team.everyone.rank == 0:
+        if differing and everyone.rank == 0:
             logger.warning(
                 "finish(): the final model of rank %s differs from that of rank 0. A likely reason "
                 "is that parameters were changed outside of optimizer.step(), which %s does not "
@@ -82,9 +82,3 @@ class Comparison:
                 "parameters by hand",
                 worker.rank,
             )
-
-    def _gather(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the ``numbers`` of each worker, in rank order. A collective."""
-        everyone = self._worker.team.everyone
-        own = torch.tensor(numbers, dtype=torch.int64, device=everyone.control_device)
-        return [each.tolist() for each in everyone.gather(own, what=what).wait()]
