@@ -135,7 +135,7 @@ class Message(ABC):
 
     @abstractmethod
     def start(self, vote: Sequence[float] | None) -> Handle[Any]:
-        """Send the message. The handle sets ``votes``. Its waits are not counted.
+        """Send the message. The handle sets ``votes``.
 
         Args:
             vote: Numbers about this worker. None: none are sent, by any worker.
@@ -192,8 +192,7 @@ class ExactMessage(Message):
         handles: list[Handle[Any]] = []
         for i, sums in enumerate(self._sums):
             for j, each in enumerate(sums):
-                team.account.sent(each.nbytes)
-                handle = team.uncounted.sum(each, what=what)
+                handle = team.communicator.sum(each, what=what)
 
                 def store(result: Tensor, i: int = i, j: int = j) -> None:
                     self._sums[i][j] = result
@@ -202,12 +201,11 @@ class ExactMessage(Message):
         if vote is not None:
             device = team.communicator.control_device
             own = torch.tensor(vote, dtype=torch.float64, device=device)
-            team.account.sent(own.nbytes)
 
             def keep_votes(votes: list[Tensor]) -> None:
                 self.votes = [each.tolist() for each in votes]
 
-            gathering = team.uncounted.gather(own, what=f"votes of {what}")
+            gathering = team.communicator.gather(own, what=f"votes of {what}")
             handles.append(gathering.then(keep_votes))
         return All(handles)
 
@@ -308,8 +306,7 @@ class QuantizedMessage(Message):
             numbers = torch.tensor(vote, dtype=torch.float64, device="cpu").view(torch.uint8)
             self._sent[:, -self._vote_bytes :] = numbers.to(self._sent.device)
         if self._single:
-            self._team.account.sent(self._sent.nbytes)
-            gathering = self._team.uncounted.gather(self._sent[0], what=self.what)
+            gathering = self._team.communicator.gather(self._sent[0], what=self.what)
 
             def store(rows: list[Tensor]) -> None:
                 self._sums = torch.stack(rows)

@@ -21,7 +21,6 @@ from torch import Tensor
 from offbeat.quantization.base import Codec, pieces
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
-from offbeat.transport.operation import Exchange
 from offbeat.transport.team import Team
 
 
@@ -41,23 +40,21 @@ def start_two_stages(
         add_up: Function that receives the bytes from all workers, [workers, bytes], and returns the
             bytes of this worker's chunk of the sum, 1-D. The background thread calls it.
         team: The workers.
-        twin: Communicator of the second stages, without accounting.
+        twin: Communicator of the second stages.
         sum_bytes: Number of bytes that ``add_up`` returns.
         what: Name of the operation in errors.
 
     Returns:
-        Handle of the bytes of the sum: [workers, ``sum_bytes``], row k from worker k. Its waits are
-        not counted.
+        Handle of the bytes of the sum: [workers, ``sum_bytes``], row k from worker k.
     """
 
     def start_second(received: Tensor) -> Handle[list[Tensor]]:
         return twin.gather(add_up(received.view(team.size, -1)), what=what)
 
     flat = sent.flatten()
-    exchange = Exchange(what=what, tensor=flat)
-    # Count both stages now, because the step in which the second one starts may vary.
-    team.account.sent(exchange.sent_bytes(team.rank) + sum_bytes)
-    first = team.uncounted.start(exchange)
+    first = team.communicator.exchange(flat, what=what)
+    # Count the second stage now, because the step in which it starts may vary.
+    team.account.sent(sum_bytes)
     return team.stages.start(first, start_second, what=what, like=flat).then(torch.stack)
 
 

@@ -63,7 +63,7 @@ class Wire:
         self.twin: Communicator | None = None
         if not self.exact:
             kernels()  # compile now, not in the first step
-            self.twin = team.uncounted.twin()
+            self.twin = team.communicator.twin()
 
     @property
     def exact(self) -> bool:
@@ -135,10 +135,9 @@ class Wire:
                 add_chunks(received, errors, codec, codec, out)
             return out.view(-1)
 
-        total = start_two_stages(
+        return start_two_stages(
             sent, add_up, self._team, self.twin, sum_bytes=shape.numel(), what=what
         )
-        return self._team.communicator.timed(total)
 
     # -- error feedback --------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class Stages:
     """Starts the second stages of operations in a background thread, which it spawns when needed.
 
     Args:
-        communicator: Communicator of the first stages. Its waits are not counted.
+        communicator: Communicator of the first stages.
         name: Name of the thread.
     """
 
@@ -111,10 +111,9 @@ class Stages:
             except CommunicationError as error:  # a worker was lost, or the connections are closed
                 error.__traceback__ = None
                 self._failure = self._failure or error
-                while queue.fulfilled and (job := queue.result) is not None:
-                    job.started.fulfil(self._failure)
-                    queue = job.next
-                return
+                if not queue.fulfilled:  # ``start`` fulfils it before it reads ``_failure``
+                    return
+                job = queue.result
             if job is None:
                 return
             if self._failure is None:

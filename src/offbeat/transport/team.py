@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.transport.accounting import Account, Accounting
+from offbeat.transport.accounting import Account
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.host import Host
 from offbeat.transport.membership import Membership, View
@@ -51,6 +51,7 @@ class Team:
         communicator: Communicator between the workers in the first view of this worker. With a
             node: between this process and its counterparts.
         node: Node of this process; None if the process is a worker by itself.
+        account: Account to which the communicators add; None creates one.
 
     Attributes:
         view: Number of the current view; 0 if the training is not elastic.
@@ -64,11 +65,15 @@ class Team:
         membership: Interface for agreeing on the next view; None if the training is not elastic.
     """
 
-    communicator: Accounting
-
-    def __init__(self, communicator: Communicator, *, node: Node | None = None) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        node: Node | None = None,
+        account: Account | None = None,
+    ) -> None:
         self.node = node
-        self.account = Account()
+        self.account = Account() if account is None else account
         self._replica_team: Team | None = None
         if communicator.membership is None:
             self._set_view(View(0, tuple(range(communicator.size)), communicator))
@@ -78,7 +83,8 @@ class Team:
     def _set_view(self, view: View) -> None:
         self.view, self.members = view.number, view.members
         self.membership: Membership | None = view.communicator.membership
-        self.communicator = Accounting(view.communicator, self.account)
+        self.communicator = view.communicator
+        self.communicator.account = self.account
         self.stages = Stages(view.communicator, "second stages of sums")
         self.movers = Stages(view.communicator, "landings of parts")
 
@@ -154,10 +160,8 @@ class Team:
         if self.node is None or self.copies == 1:
             return self
         if self._replica_team is None:
-            team = self._replica_team = Team(self.node.everyone)
-            # In a ring over all processes only one process of each node sends to another node.
-            team.account = self.account
-            team.communicator = Accounting(self.node.everyone, self.account, senders=self.copies)
+            self._replica_team = Team(self.node.everyone, account=self.account)
+            self.node.everyone.senders = self.copies
         return self._replica_team
 
     def sum_over_shards(self, *values: float) -> list[float]:
@@ -189,16 +193,10 @@ class Team:
             return list(values)
         inside = self.node.inside
         own = torch.tensor(values, dtype=torch.float64, device=inside.control_device)
-        started = self.host.now()
-        # With NCCL, wait() returns early, and tolist() blocks.
-        largest: list[float] = inside.maximum(own, what="agreement of a node").wait().tolist()
-        self.account.waited(self.host.now() - started)
+        with self.communicator.waiting():
+            # With NCCL, wait() returns early, and tolist() blocks.
+            largest: list[float] = inside.maximum(own, what="agreement of a node").wait().tolist()
         return largest
-
-    @property
-    def uncounted(self) -> Communicator:
-        """The communicator without accounting, for background threads."""
-        return self.communicator.inner
 
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""

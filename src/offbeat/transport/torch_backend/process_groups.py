@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from offbeat.transport.torch_backend.abandoned_threads import abandon_thread
 from offbeat.transport.torch_backend.store_access import call_within
+from offbeat.transport.torch_backend.threads import abandon_thread, call_in_thread
 
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
 _GIVEN_UP = "given up"  # key in the store: the first member that gave up opening the group, and why
@@ -179,32 +179,25 @@ class GroupFactory:
 
         Without the thread, gloo would wait for that member until the time limit or longer.
         """
-        results: list[Group] = []
-        errors: list[RuntimeError] = []
-
-        def run() -> None:
-            try:
-                results.append(make())
-            except RuntimeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="opening of a group", daemon=True)
         deadline = time.monotonic() + timeout_seconds + _MARGIN_SECONDS
-        thread.start()
+
+        def poll() -> None:
+            self._require_members()
+            if time.monotonic() > deadline:
+                raise OpeningError("gloo did not connect all members that had arrived")
+
         try:
-            while thread.is_alive():
-                thread.join(_POLL_SECONDS[1])
-                if thread.is_alive():
-                    self._require_members()
-                    if time.monotonic() > deadline:
-                        raise OpeningError("gloo did not connect all members that had arrived")
-        except BaseException:
-            abandon_thread(thread, deadline)
+            return call_in_thread(
+                make,
+                name="opening of a group",
+                poll=poll,
+                interval_seconds=_POLL_SECONDS[1],
+                deadline=deadline,
+            )
+        except RuntimeError as error:
+            if not isinstance(error, OpeningError):
+                self._explain()
             raise
-        if errors:
-            self._explain()
-            raise errors.pop()
-        return results.pop()
 
     def _explain(self) -> None:
         """Raise OpeningError if a member has ended or given up, so that gloo failed."""
