@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, final
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError
-from offbeat.transport.host import Promise, ThreadPromise
+from offbeat.transport.host import Promise
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -111,9 +111,7 @@ class PromiseWait(Operation[T]):
     """
 
     def __init__(self, promise: Promise[T], check: Callable[[float], None]) -> None:
-        assert isinstance(promise, ThreadPromise)
-        self._promise: ThreadPromise[T] = promise
-        self._check = check
+        self._promise, self._check = promise, check
 
     @override
     def done(self) -> bool:
@@ -132,11 +130,14 @@ class UnexplainedError(CommunicationError):
 
     Finding the cause means checking which workers still run. Only the training thread may do so: it
     calls ``explain`` when it learns of the failure.
+
+    Attributes:
+        explain: Function that finds the cause, and returns the error to raise. Blocks.
     """
 
-    @abstractmethod
-    def explain(self) -> CommunicationError:
-        """Find the cause, and return the error to raise. Blocks."""
+    def __init__(self, text: str, explain: Callable[[], CommunicationError]) -> None:
+        super().__init__(text)
+        self.explain = explain
 
 
 def explained(error: Exception) -> Exception:

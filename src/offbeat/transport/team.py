@@ -3,7 +3,7 @@
 In elastic training each view has its own communicator; see ``transport/membership.py``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -179,9 +179,7 @@ class Team:
         if self.node is None:
             return list(values)
         inside = self.node.inside
-        own = torch.tensor(values, dtype=torch.float64, device=inside.control_device)
-        sums: list[float] = inside.sum(own, what="sum over a node").wait().tolist()
-        return sums
+        return inside.sum(_numbers(values, inside), what="sum over a node").wait().tolist()
 
     def agree(self, *values: float) -> list[float]:
         """Return the maximum of each value over the processes of this node.
@@ -192,11 +190,9 @@ class Team:
         if self.node is None:
             return list(values)
         inside = self.node.inside
-        own = torch.tensor(values, dtype=torch.float64, device=inside.control_device)
+        largest = inside.maximum(_numbers(values, inside), what="agreement of a node")
         with self.communicator.waiting():
-            # With NCCL, wait() returns early, and tolist() blocks.
-            largest: list[float] = inside.maximum(own, what="agreement of a node").wait().tolist()
-        return largest
+            return largest.wait().tolist()  # with NCCL, wait() returns early, and tolist() blocks
 
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
@@ -206,3 +202,7 @@ class Team:
         self.communicator.close(together=together)
         if self.node is not None:
             self.node.close(together=together)
+
+
+def _numbers(values: Sequence[float], communicator: Communicator) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=communicator.control_device)

@@ -209,7 +209,8 @@ class Connections:
             # worker that waits for the lost worker. Closing the sockets unblocks it.
             if not self.closed:
                 self._close_sockets()
-            return _BackgroundError(self, failure)
+            text = f"{failure.what} failed: {failure.reason}"
+            return UnexplainedError(text, functools.partial(self.explain, failure))
         with self._failing:
             if self._make_error is None:
                 self._make_error = self._describe(failure)
@@ -323,16 +324,6 @@ class Connections:
                 return True
             time.sleep(0.001)
         return False
-
-
-class _BackgroundError(UnexplainedError):
-    def __init__(self, connections: Connections, failure: Failure) -> None:
-        super().__init__(f"{failure.what} failed: {failure.reason}")
-        self._connections, self._failure = connections, failure
-
-    @override
-    def explain(self) -> CommunicationError:
-        return self._connections.explain(self._failure)
 
 
 class TorchOperation(Operation[Any]):

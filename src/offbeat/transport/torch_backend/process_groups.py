@@ -95,19 +95,16 @@ class GroupFactory:
         self._members: list[int] = []  # ranks in torch's default group
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> "GroupFactory":
-        """Return a factory for all members of ``group``; None is the default group."""
-        parent: Any = dist.group.WORLD if group is None else group
-        return cls.among(group, range(len(dist.get_process_group_ranks(parent))))
-
-    @classmethod
-    def among(cls, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> "GroupFactory":
+    def among(
+        cls, group: dist.ProcessGroup | None, ranks: Sequence[int] | None = None
+    ) -> "GroupFactory":
         """Return a factory for the members of ``group`` with these ranks in it, this one included.
 
-        None is the default group.
+        None is the default group, and all of its members.
         """
         parent: Any = dist.group.WORLD if group is None else group
         global_ranks = dist.get_process_group_ranks(parent)
+        ranks = range(len(global_ranks)) if ranks is None else ranks
         members = tuple(global_ranks[rank] for rank in ranks)
         store = parent.get_group_store()
         name = f"offbeat/{'-'.join(map(str, members))}"

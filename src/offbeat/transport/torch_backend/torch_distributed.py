@@ -58,7 +58,7 @@ class TorchCommunicator(Communicator):
         else:
             if dist.get_rank(group) < 0:
                 raise AttachError("this process is not a member of the group given to attach()")
-            factory = GroupFactory.of(group)
+            factory = GroupFactory.among(group)
         host = ThreadHost() if host is None else host
         super().__init__(factory.rank, factory.size, timeout_seconds, host)
         self._cpu_backend, self._new_store = factory.cpu_backend, factory.new_store
@@ -148,7 +148,8 @@ class TorchCommunicator(Communicator):
     def close(self, *, together: bool = False) -> None:
         try:
             if together and not self._connections.closed:
-                with contextlib.suppress(CommunicationError):  # a lost worker no longer matters
+                # A lost worker no longer matters.
+                with contextlib.suppress(CommunicationError), self.account.paused():
                     one = torch.zeros(1, dtype=torch.float32, device=self.control_device)
                     self.sum(one, what="the end").wait()
         finally:  # also after a Ctrl-C
