@@ -132,7 +132,7 @@ class ThreadHost(Host):
 
     @override
     def wait_for(self, promise: Promise[T], seconds: float, what: str) -> bool:
-        return promise.wait(seconds)
+        return promise.wait(min(seconds, threading.TIMEOUT_MAX))
 
     @override
     def processor_seconds(self) -> float:

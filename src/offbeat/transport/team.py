@@ -59,8 +59,8 @@ class Team:
             view (view 0), or a new number if the worker joined later. It never changes. Example:
             after worker 1 of 3 is lost, ``members`` is (0, 2).
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
-        stages: Starts the second stages of sums of the current view, in a background thread.
-        movers: Moves the shared model by sums that have arrived, in another background thread.
+        stages: Starts the second stages of sums of the current view, in background threads.
+        movers: Moves the shared model by sums that have arrived, in other background threads.
         account: Bytes sent and time waited in all views.
         membership: Interface for agreeing on the next view; None if the training is not elastic.
     """
@@ -196,9 +196,6 @@ class Team:
 
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
-        for team in (self, self.replica_team):
-            team.stages.stop()
-            team.movers.stop()
         self.communicator.close(together=together)
         if self.node is not None:
             self.node.close(together=together)
