@@ -71,7 +71,6 @@ class Connections:
     Args:
         factory: Factory that opens the groups. If ``factory.lost`` is None, a ``LivenessCheck``
             finds lost workers.
-        backend: Backend of the groups for collectives on tensors that are not on the CPU.
         host: Host that runs this worker's background threads.
         timeout_seconds: Time limit of one operation.
         liveness_seconds: Time in which another worker must answer the ``LivenessCheck``.
@@ -85,14 +84,13 @@ class Connections:
     def __init__(
         self,
         factory: GroupFactory,
-        backend: str,
         host: ThreadHost,
         *,
         timeout_seconds: float,
         liveness_seconds: float,
         closing_seconds: float,
     ) -> None:
-        self.rank, self.backend, self.host = factory.rank, backend, host
+        self.rank, self.backend, self.host = factory.rank, factory.backend, host
         self.timeout_seconds = timeout_seconds
         self.closed = False
         self.pending: set[TorchOperation] = set()
@@ -116,14 +114,11 @@ class Connections:
             return self._factory.open(backend, self.timeout_seconds)
         except RuntimeError as error:
             elapsed = time.perf_counter() - started
+            known = isinstance(error, OpeningError)
             text = f"rank {self.rank}: opening connections failed after {elapsed:.1f} s"
-            reason = ""
-            if isinstance(error, OpeningError):
-                text += f": {error}"
-            else:
-                reason = _first_line(error)
+            text += f": {error}" if known else ""
             timed_out = elapsed >= 0.95 * self.timeout_seconds
-            failure = Failure("opening", elapsed, timed_out, reason)
+            failure = Failure("opening", elapsed, timed_out, "" if known else _first_line(error))
             raise self._error(text, failure)() from None
 
     def open_channel(self) -> Channel:

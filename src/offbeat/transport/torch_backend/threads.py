@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _EXIT_SECONDS = 5.0  # time for which Python waits at exit for threads without a deadline
@@ -85,14 +85,7 @@ def _join_abandoned() -> None:
         thread.join(max(0.0, (end if deadline is None else deadline) - time.monotonic()))
 
 
-class Closeable(Protocol):
-    """An object with a ``close`` method."""
-
-    def close(self) -> None:
-        """Release resources."""
-
-
-def close_at_exit(resource: Closeable) -> None:
+def close_at_exit(resource: Any) -> None:
     """Call ``resource.close()`` when Python exits, unless ``resource`` was garbage-collected."""
     reference = weakref.ref(resource)
 

@@ -64,7 +64,6 @@ class TorchCommunicator(Communicator):
         self._cpu_backend, self._new_store = factory.cpu_backend, factory.new_store
         self._connections = Connections(
             factory,
-            factory.backend,
             host,
             timeout_seconds=timeout_seconds,
             liveness_seconds=liveness_seconds,
