@@ -44,6 +44,7 @@ def call_in_thread(
     """
     results: list[T] = []
     errors: list[Exception] = []
+    ended = threading.Event()  # a Ctrl-C inside Thread.join() would mark the thread as ended
 
     def run() -> None:
         try:
@@ -51,14 +52,14 @@ def call_in_thread(
         except Exception as error:
             error.__traceback__ = None  # it would keep the operation and its process group alive
             errors.append(error)
+        finally:
+            ended.set()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     try:
-        thread.join(interval_seconds)
-        while thread.is_alive():
+        while not ended.wait(interval_seconds):
             poll()
-            thread.join(interval_seconds)
     except BaseException:
         abandon_thread(thread, deadline)
         raise
