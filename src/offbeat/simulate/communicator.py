@@ -115,8 +115,8 @@ class SimulatedCommunicator(Communicator):
             case "maximum":
                 return self.reduce(tensor, what, _maximum_)
             case "broadcast":
-                source = operator.itemgetter(peer)
-                return self._join("broadcast", tensor, what, source, tensor.copy_, tensor)
+                choose = operator.itemgetter(peer)
+                return self._join("broadcast", tensor, what, choose, tensor.copy_, tensor)
             case "gather":
                 parts = [torch.empty_like(tensor) for _ in range(self.size)]
 
@@ -192,12 +192,9 @@ class SimulatedCommunicator(Communicator):
             ranks: Ranks of the members in this communicator, in the order of their new ranks.
             sharing: Number of such subgroups that use the links of the nodes concurrently.
         """
-        members, connections = (
-            tuple(self.group.members[rank] for rank in ranks),
-            self.cluster.connections,
-        )
-        group = connections.subgroup(self._context, members, sharing)
-        context = connections.derived_context(self._context, members)
+        members = tuple(self.group.members[rank] for rank in ranks)
+        group = self.cluster.connections.subgroup(self._context, members, sharing)
+        context = self.cluster.connections.derived_context(self._context, members)
         return type(self)(
             self.cluster, self.member, group, context, self.host, self.timeout_seconds
         )

@@ -144,8 +144,7 @@ class GroupFactory:
         opening_seconds = min(self._opening_seconds, timeout_seconds)
         try:
             self._await_members(opening_seconds)
-            make = functools.partial(self._make, backend, timedelta(seconds=opening_seconds))
-            group = make() if self.lost is None else self._in_thread(make, opening_seconds)
+            group = self._make(backend, opening_seconds)
             if opening_seconds < timeout_seconds:
                 group.set_timeout(timedelta(seconds=timeout_seconds))
             return group
@@ -161,22 +160,15 @@ class GroupFactory:
                     call_within(_STORE_SECONDS, write)
             raise
 
-    def _make(self, backend: str, limit: timedelta) -> Group:
-        if backend == "gloo":
-            # With ``lost``, the calling thread polls the store while gloo uses it, so each needs
-            # its own connection to the store.
-            store = self.store if self.lost is None else self.store.clone()
-            return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
-        return dist.new_group(
-            self._members, timeout=limit, backend=backend, use_local_synchronization=True
-        )
-
-    def _in_thread(self, make: Callable[[], Group], timeout_seconds: float) -> Group:
-        """Call ``make`` in a thread, and return its result. Abandon the thread if a member ends.
-
-        Without the thread, gloo would wait for that member until the time limit or longer.
-        """
-        deadline = time.monotonic() + timeout_seconds + _MARGIN_SECONDS
+    def _make(self, backend: str, seconds: float) -> Group:
+        """Construct a group. Gives up if a member ends, for which gloo would wait."""
+        limit = timedelta(seconds=seconds)
+        if backend != "gloo":
+            return dist.new_group(
+                self._members, timeout=limit, backend=backend, use_local_synchronization=True
+            )
+        # This thread polls the store while gloo uses it, so each needs its own connection.
+        store, deadline = self.store.clone(), time.monotonic() + seconds + _MARGIN_SECONDS
 
         def poll() -> None:
             self._require_members()
@@ -185,7 +177,7 @@ class GroupFactory:
 
         try:
             return call_in_thread(
-                make,
+                lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit),
                 name="opening of a group",
                 poll=poll,
                 interval_seconds=_POLL_SECONDS[1],
