@@ -4,6 +4,7 @@ A *twin* is a second communicator between the same workers, with separate proces
 communicator and its twins share one ``Connections`` object, because a lost worker ends all of them.
 """
 
+import contextlib
 import functools
 import threading
 import time
@@ -22,6 +23,7 @@ from offbeat.transport.torch_backend import process_groups as groups
 from offbeat.transport.torch_backend.exit_reasons import ExitReasons
 from offbeat.transport.torch_backend.failure_detection import LivenessCheck
 from offbeat.transport.torch_backend.process_groups import GroupFactory, OpeningError, ranks_text
+from offbeat.transport.torch_backend.store_access import call_within
 from offbeat.transport.torch_backend.threads import call_in_thread, close_at_exit
 
 _SETTLE_SECONDS = 0.5  # time in which operations should fail after their sockets were closed
@@ -287,16 +289,18 @@ class Connections:
                     self._make_error = functools.partial(CommunicationError, text)
             self._close_sockets()
         self._join_threads()
-        stuck = self._is_stuck()
         for operation in list(self.pending):
             operation.abandon()
         self.pending.clear()
         for channel in self._channels:
             groups.destroy_nccl_group(channel.collectives)
-            references = [channel.collectives]
+            references = [channel.collectives, channel.messages]
             # Otherwise handles that the caller still holds would keep the groups alive.
             channel.collectives = channel.messages = None
-            groups.drop_references(references, in_background=stuck)
+            # Gloo frees a group with its last reference. It blocks until the time limit of an
+            # operation that still runs.
+            with contextlib.suppress(RuntimeError):
+                call_within(_SETTLE_SECONDS, references.clear)
         self._channels.clear()
         self._exit_reasons.close()
         if self._liveness is not None:
@@ -310,15 +314,6 @@ class Connections:
                 thread.join(0.2)
                 if thread.is_alive():
                     self._close_sockets()  # the thread may have started another operation
-
-    def _is_stuck(self) -> bool:
-        """Wait at most 0.5 s until no operation runs. Return True if one still runs."""
-        deadline = time.perf_counter() + _SETTLE_SECONDS
-        while any(operation.running() for operation in list(self.pending)):
-            if time.perf_counter() > deadline:
-                return True
-            time.sleep(0.001)
-        return False
 
 
 class TorchOperation(Operation[Any]):
@@ -350,10 +345,6 @@ class TorchOperation(Operation[Any]):
     @override
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
-
-    def running(self) -> bool:
-        """Return True for a collective that has not ended; False for a message."""
-        return not self._message and not self.done()
 
     def failed(self) -> bool:
         """Return True for a gloo collective that has failed; False for a message and with NCCL."""

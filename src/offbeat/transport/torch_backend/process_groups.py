@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import math
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.transport.torch_backend.store_access import call_within
-from offbeat.transport.torch_backend.threads import abandon_thread, call_in_thread
+from offbeat.transport.torch_backend.threads import call_in_thread
 
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
 _GIVEN_UP = "given up"  # key in the store: the first member that gave up opening the group, and why
@@ -250,18 +249,3 @@ def destroy_nccl_group(group: Group) -> None:
     """
     if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
         dist.destroy_process_group(group)
-
-
-def drop_references(references: list[Group], *, in_background: bool) -> None:
-    """Clear a list that holds the last references to groups, so that gloo frees the groups.
-
-    If an operation still runs, gloo blocks until the time limit of the operation. ``in_background``
-    clears the list in a thread.
-    """
-    if not in_background:
-        references.clear()
-        return
-    thread = threading.Thread(target=references.clear, name="closing of a group", daemon=True)
-    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-        thread.start()
-        abandon_thread(thread)
