@@ -69,7 +69,7 @@ class Communicator(ABC):
     def start(
         self, kind: Kind, tensor: Tensor, what: str, peer: int, tag: int, patient: bool
     ) -> Operation[Any]:
-        """Start an operation. Called by the methods ``sum``, ``gather`` and so on.
+        """Start an operation that is not counted. The methods ``sum``, ``gather``, … call this.
 
         Args:
             kind: Name of the method.

@@ -311,8 +311,9 @@ class ParameterServer:
             if pulled is not None and pulled.numel():  # shards of a small vector may be empty
                 messages[_PULLED] = buffer.copy_(pulled)
             for tag, tensor in messages.items():
-                what = f"answer to rank {rank}"
-                sent.append(communicator.send(tensor, destination=rank, tag=tag, what=what))
+                # A request of the training thread may cause this answer, which does not count.
+                start, what = communicator.start, f"answer to rank {rank}"
+                sent.append(start("send", tensor, what, peer=rank, tag=tag, patient=False))
 
         while True:
             header = torch.zeros(3, dtype=torch.int64, device="cpu")
