@@ -58,6 +58,16 @@ def test_payload_bytes_counts_the_inputs_of_operations(world: World) -> None:
         assert counts == [28, 56, 5, 24 * (rank == 0), 8 + size, 8 * size, sent]
 
 
+def test_one_of_several_senders_counts_its_share() -> None:
+    """An exchange counts in full: every process of a machine sends to other machines."""
+    communicator = SingleCommunicator()
+    communicator.senders = 4
+    communicator.sum(torch.zeros(7), what="test").wait()
+    assert communicator.account.payload_bytes == 28 // 4
+    communicator.exchange(torch.zeros(7), what="test").wait()
+    assert communicator.account.payload_bytes == 28 // 4 + 28
+
+
 def test_closing_reaches_the_communicator_and_boards_are_optional() -> None:
     """A communicator without a board says so."""
     closed: list[bool] = []
