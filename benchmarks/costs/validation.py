@@ -11,6 +11,7 @@ import json
 import statistics
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ def small_all_reduce(repetitions: int) -> dict[str, float]:
     return {"seconds": statistics.median(seconds["small"])}
 
 
+def measured_step(trace: dict[int, list[float]], rank: int, step: int, _: float) -> float:
+    """Return the computing time of a step, in seconds. The steps repeat after the last one."""
+    return trace[rank][step % len(trace[rank])]
+
+
 def results(*, quick: bool = False) -> list[Result]:
     """Return all figures of this benchmark."""
     found = []
@@ -58,7 +64,8 @@ def results(*, quick: bool = False) -> list[Result]:
                     real = run_and_record(replace(job, log=log), lambda event: None, links)
                 trace = {rank: read_steps(f"{folder}/steps.rank{rank}.jsonl") for rank in RANKS}
             mean = statistics.fmean(seconds for steps in trace.values() for seconds in steps)
-            for kind, compute in (("mean step", Compute(mean)), ("trace", Compute(trace=trace))):
+            measured = Compute(1.0, slowdown=partial(measured_step, trace))
+            for kind, compute in (("mean step", Compute(mean)), ("trace", measured)):
                 place = VirtualCluster(Network(bandwidth, latency=latency), compute)
                 virtual = run_and_record(job, lambda event: None, place)
                 row: dict[str, Any] = {

@@ -102,12 +102,6 @@ def require_number(name: str, value: object, within: Range | None = None) -> Non
 POSITIVE = Range(above=0)
 
 
-def require_mapping(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a mapping, from ranks to values."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dictionary by rank, got {value!r}")
-
-
 def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if not any(value == choice and type(value) is type(choice) for choice in choices):

@@ -153,24 +153,16 @@ def attach(
     given, model = model, unwrapped(model)
     optimizers = _optimizers(optimizer)
     shards = shards_of(model, group, node_group)
-    try:
-        require_abilities(
-            strategy,
-            wire=wire,
-            adam_correction=bool(adam_correction),
-            non_finite=non_finite,
-            nodes=node_group is not None,
-            sharded=shards is not None,
-            elastic=elastic,
-            optimizers=len(optimizers),
-        )
-    except AttachError as error:
-        if gathering is None or "min_workers" not in str(error):
-            raise
-        raise AttachError(
-            f"{error}. Under offbeat run, and wherever OFFBEAT_STORE is set, training is elastic "
-            "and has min_workers: to train without it, start the script with torchrun"
-        ) from None
+    require_abilities(
+        strategy,
+        wire=wire,
+        adam_correction=bool(adam_correction),
+        non_finite=non_finite,
+        nodes=node_group is not None,
+        sharded=shards is not None,
+        elastic=elastic,
+        optimizers=len(optimizers),
+    )
     averages = strategy.averages()
     if adam_correction is None:
         adam_correction = isinstance(averages, SharedModel) and all(map(can_correct, optimizers))

@@ -26,6 +26,7 @@ import numpy as np
 
 from offbeat.arguments import (
     Precision,
+    Range,
     did_you_mean,
     require_choice,
     require_integer,
@@ -278,13 +279,6 @@ class _Links:
         sent = self.size * (chunk + vote) + chunk
         return self.gather(chunk + vote) + self.gather(chunk), sent
 
-    def buckets(self, size: float, wire: str) -> tuple[float, float]:
-        """Return the same of ``size`` bytes of gradients, in buckets."""
-        full = math.ceil(size / BUCKET_BYTES) - 1  # buckets before the last one
-        each, each_sent = self.sum(min(BUCKET_BYTES, size), wire)
-        last, last_sent = self.sum(size - full * BUCKET_BYTES, wire)
-        return full * each + last, full * each_sent + last_sent
-
     def overlapped(self, seconds: float, size: float, wire: str) -> float:
         """Return the seconds of a step that averages ``size`` bytes of gradients in backward.
 
@@ -318,12 +312,12 @@ _MOST_DRAWS = 1_000_000
 _TINY = 1e-9
 
 
-def _slowest(count: int, mean: float, deviation: float) -> list[float]:
-    """Return equally likely values of the maximum of ``count`` log-normal numbers."""
+def _slowest(count: int, deviation: float) -> list[float]:
+    """Return equally likely values of the maximum of ``count`` log-normal numbers of mean 1."""
     if not deviation:
-        return [mean]
-    variance = math.log1p((deviation / mean) ** 2)
-    normal = NormalDist(math.log(mean) - variance / 2, math.sqrt(variance))
+        return [1.0]
+    variance = math.log1p(deviation**2)
+    normal = NormalDist(-variance / 2, math.sqrt(variance))
     ranks = ((i + 0.5) / _QUANTILES for i in range(_QUANTILES))
     return [math.exp(normal.inv_cdf(rank ** (1 / count))) for rank in ranks]
 
@@ -350,26 +344,19 @@ class _Setting:
     jitter: float
 
     @cached_property
-    def tail(self) -> float:
-        """Seconds from the end of computing until the gradients are averaged inside a node."""
-        seconds = self.step_seconds
-        if self.inside.size == 1:
-            return 0.0
-        return self.inside.overlapped(seconds, self.model_bytes, "float32") - seconds
-
-    @cached_property
     def step(self) -> tuple[float, float]:
-        """Mean and standard deviation of the seconds of a step of one member alone."""
-        mean, deviation = 1.0, self.jitter
-        if self.inside.size > 1:
-            values = _slowest(self.inside.size, mean, deviation)
-            mean = fmean(values)
-            deviation = math.sqrt(fmean((value - mean) ** 2 for value in values))
-        return self.step_seconds * mean + self.tail, self.step_seconds * deviation
+        """Mean and standard deviation of the seconds of a step of one member alone.
 
-    def slowest_steps(self) -> list[float]:
-        """Return equally likely values of a step of the slowest of all workers, relative to t."""
-        return _slowest(self.links.size * self.inside.size, 1.0, self.jitter)
+        The step of a node ends when its gradients are averaged.
+        """
+        seconds, mean, deviation = self.step_seconds, 1.0, self.jitter
+        if self.inside.size == 1:
+            return seconds, seconds * deviation
+        values = _slowest(self.inside.size, deviation)
+        mean = fmean(values)
+        deviation = math.sqrt(fmean((value - mean) ** 2 for value in values))
+        averaged = self.inside.overlapped(seconds, self.model_bytes, "float32")
+        return seconds * mean + averaged - seconds, seconds * deviation
 
     def landing(self, size: float) -> float:
         """Return the seconds in which a node gathers a part of ``size`` bytes that has arrived."""
@@ -380,7 +367,7 @@ class _Setting:
         """Return the mean seconds of a step if a mean starts every h steps and ends k steps later.
 
         A worker waits if the mean has not arrived k steps after its start. One mean after the
-        other uses the link.
+        other uses the link. This is computed for many cycles of h steps with random durations.
 
         Args:
             every: h.
@@ -389,43 +376,33 @@ class _Setting:
             landing: Seconds of a landing.
         """
         mean, deviation = self.step
-        mean, cost = (mean + landing / every, cost) if flight else (mean, cost + landing)
-        if not flight:
-            slowest = self.step_seconds * fmean(self.slowest_steps()) + self.tail
-            if every != 1:
-                values = _slowest(self.links.size, every * mean, math.sqrt(every) * deviation)
-                slowest = fmean(values)
-            return (slowest + cost) / every
-        if not deviation:
-            return max(every * mean, cost, (every - flight) * mean + cost) / every
-        # A mean that is in flight at several later starts lands ``steps`` steps after the last one.
-        passed = math.ceil(flight / every) - 1
-        steps = flight - passed * every
-        size = self.links.size
+        size = self.links.size if deviation else 1
         random = np.random.default_rng(0)
 
         def draw(count: float) -> Any:
             """Return the seconds of ``count`` steps of each member."""
-            if count <= 0:
-                return np.zeros(size)
-            variance = math.log1p((deviation / mean) ** 2 / count)
+            variance = math.log1p((deviation / mean) ** 2 / count) if count else 0.0
             drawn = random.lognormal(-variance / 2, math.sqrt(variance), size)
             return count * mean * drawn
 
+        # A mean that is in flight at several later starts lands ``steps`` steps after the last one.
+        passed = max(1, math.ceil(flight / every)) - 1
+        steps = flight - passed * every
         cycles = max(20, min(_CYCLES, _MOST_DRAWS // size))
         settled = cycles // 4
         started = np.zeros(size)  # time of each member's newest start
         ends = [0.0]  # time at which each mean has arrived
         drift = begin = 0.0
-        for cycle in range(cycles):
-            if cycle == settled:
+        for number in range(cycles):
+            if number == settled:
                 begin, drift = float(started.mean()), 0.0
             ends.append(max(ends[-1], float(started.max())) + cost)
             before, after = draw(steps), draw(every - steps)
             due = ends[max(0, len(ends) - 1 - passed)]
-            started = np.maximum(started + before, due) + after
+            started = np.maximum(started + before, due) + landing + after
             drift += float(before.mean() + after.mean()) - every * mean
-        return (float(started.mean()) - begin - drift) / ((cycles - settled) * every)
+        seconds = (float(started.mean()) - begin - drift) / (cycles - settled)
+        return max(seconds, cost) / every  # a queue of means may grow slowly
 
 
 def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, float, float]:
@@ -443,7 +420,7 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
     cost, sent, landing = votes + seconds, sent + numbers, setting.landing(size / parts)
     match strategy:
         case BSP():
-            sent = numbers + setting.inside.size * links.buckets(size, wire)[1]
+            sent = numbers + setting.inside.size * links.sum(size, wire)[1]
             return _bsp(wire, setting), 1, sent
         case LocalSGD(period=period):
             return setting.scheduled(period, 0, cost, landing), period, sent / period
@@ -473,7 +450,7 @@ def _bsp(wire: str, setting: _Setting) -> float:
     links = replace(setting.links, size=setting.links.size * inside, shared=inside)
     return fmean(
         links.overlapped(setting.step_seconds * time, setting.model_bytes, wire)
-        for time in setting.slowest_steps()
+        for time in _slowest(links.size, setting.jitter)
     )
 
 
@@ -613,9 +590,7 @@ def plan(
         raise ValueError(
             f"workers={workers} do not fill nodes of workers_per_node={workers_per_node}"
         )
-    require_number("jitter", jitter)
-    if not 0 <= jitter <= 1:
-        raise ValueError(f"jitter must be in [0, 1], like 0.1 for 10 % of a step, got {jitter}")
+    require_number("jitter", jitter, Range(least=0, most=1, hint="0.1 for 10 % of a step"))
     if workers_per_node == 1 and (inside is not None or inside_latency is not None):
         raise ValueError("inside needs nodes of several workers: give workers_per_node")
     rate, delay = to_bandwidth(bandwidth), to_seconds(latency, allow_zero=True)

@@ -169,7 +169,8 @@ class Synchronizer:
         """
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
-        self._consensus.check_parameters("consensus()")
+        self._iteration.require_known("consensus()")
+        self._consensus.check_parameters()
         with _normal_mode():
             extra = self._consensus.tensors_of(also, "consensus(")
         with self._recorder.paused():
@@ -199,7 +200,7 @@ class Synchronizer:
         if not self._active:
             return
         self._iteration.require_own_model("finish()")
-        self._consensus.check_parameters("finish()", finishing=True)
+        self._consensus.check_parameters()
         with _normal_mode():
             extra = self._consensus.tensors_of(also, "finish(")
             with self._iteration.guard:

@@ -258,6 +258,9 @@ class Records:
 
     A sink that raises ``OSError``, for example because the disk is full, is removed with a warning,
     and training continues. Other exceptions of a sink propagate.
+
+    Attributes:
+        sinks: The sinks that are written.
     """
 
     KEYS = (
@@ -267,7 +270,7 @@ class Records:
     """Names of the values that every record contains."""
 
     def __init__(self, sinks: Sequence[Sink], *, rank: int) -> None:
-        self._sinks, self._rank = list(sinks), rank
+        self.sinks, self._rank = list(sinks), rank
         self._extra: Record = {}
 
     def add(self, values: Record) -> None:
@@ -282,19 +285,18 @@ class Records:
                     f"{', '.join(self.KEYS)})"
                 )
             require_recordable(name, value)
-        self._extra.update(values)
+        if self.sinks:
+            self._extra.update(values)
 
     def write(self, *values: Any, more: Record) -> None:
         """Write the record of a step: ``values`` of ``KEYS``, values of ``add``, and ``more``."""
-        extra, self._extra = self._extra, {}
-        if not self._sinks:
-            return
-        record = {**dict(zip(self.KEYS, values, strict=True)), **extra, **more}
-        for sink in [*self._sinks]:
+        record = {**dict(zip(self.KEYS, values, strict=True)), **self._extra, **more}
+        self._extra = {}
+        for sink in [*self.sinks]:
             try:
                 sink.write(record)
             except OSError as error:
-                self._sinks.remove(sink)
+                self.sinks.remove(sink)
                 with contextlib.suppress(OSError):  # closing writes buffered records and may fail
                     sink.close()
                 self._warn(sink, f"is no longer written, training continues: {error}")
@@ -302,8 +304,8 @@ class Records:
     def close(self) -> None:
         """Close all sinks, even if one of them fails."""
         with contextlib.ExitStack() as stack:
-            while self._sinks:
-                stack.callback(self._close, self._sinks.pop())
+            while self.sinks:
+                stack.callback(self._close, self.sinks.pop())
 
     def _close(self, sink: Sink) -> None:
         try:

@@ -48,8 +48,8 @@ from offbeat.extend import (
 _KEYS = ("at", "worker", "speed", "bandwidth", "die", "join")
 _SPEED = Range(above=0, hint="0.5: half as fast")
 
-Changes: TypeAlias = dict[Any, dict[int, float]]
-"""Values by time in seconds, and by rank or by the number of the worker."""
+Changes: TypeAlias = dict[float, dict[int, float]]
+"""Values by time in seconds (ascending), and by rank or by the number of the worker."""
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ class Scenario:
         return processes
 
     def slowdowns(self, workers: int) -> Changes:
-        """Return factors on the compute time by rank; see ``Compute.changes``."""
+        """Return factors on the compute time by rank."""
         speeds = self.changes("speed", workers).items()
         slow = {at: {worker: 1 / x for worker, x in values.items()} for at, values in speeds}
         return {at: self.by_rank(values, workers) for at, values in slow.items()}
 
     def bandwidths(self, workers: int) -> Changes:
-        """Return bits per second by rank; see ``Network.per_worker_changes``."""
+        """Return bits per second by rank."""
         changes = self.changes("bandwidth", workers).items()
         return {at: self.by_rank(values, workers) for at, values in changes}
 
@@ -176,6 +176,14 @@ class Scenario:
                 changed = every if event.worker is None else (event.worker,)
                 changes.setdefault(event.at, {}).update(dict.fromkeys(changed, value))
         return changes
+
+
+def value_at(changes: Changes, rank: int, now: float, usual: float) -> float:
+    """Return the value of ``rank`` at time ``now``, which is ``usual`` before the first change."""
+    for since, values in changes.items():
+        if since <= now:
+            usual = values.get(rank, usual)
+    return usual
 
 
 def _numbered(

@@ -35,7 +35,7 @@ from offbeat_lab.methods.registry import is_ideal, parse_method
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.recipes.datasets import to_device
 from offbeat_lab.samplers import Batches, parse_injection
-from offbeat_lab.scenario import Scenario
+from offbeat_lab.scenario import Scenario, value_at
 from offbeat_lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, parse_slow
 from offbeat_lab.timing.time_limit import TimeLimit
 
@@ -272,6 +272,10 @@ class Worker:
 def planned_times(job: Job, step: float | str) -> Compute:
     """Return the compute times of the processes of ``job``, with steps of this duration."""
     scenario = Scenario.from_json(job.scenario)
-    slowdown = scenario.by_rank(parse_slow(job.slow, job.workers), job.workers)
+    slow = scenario.by_rank(parse_slow(job.slow, job.workers), job.workers)
     changes = scenario.slowdowns(job.workers)
-    return Compute(step, jitter=job.jitter, slowdown=slowdown, changes=changes)
+
+    def slowdown(rank: int, step: int, now: float) -> float:
+        return slow.get(rank, 1.0) * value_at(changes, rank, now, 1.0)
+
+    return Compute(step, jitter=job.jitter, slowdown=slowdown if changes else slow)

@@ -1,8 +1,4 @@
-"""Flat vectors over a model's tensors, and cuts into parts: by numbers, and by whole tensors."""
-
-import itertools
-from fractions import Fraction
-from typing import Any
+"""Flat vectors over a model's tensors, and cuts into parts."""
 
 import pytest
 import torch
@@ -10,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from offbeat.averaging.buckets import staged_bytes
-from offbeat.averaging.flat import Flat, Slice, Space, cut, cut_by_tensors, make_spaces
+from offbeat.averaging.flat import Flat, Space, cut, make_spaces
 from problems import flat, make_wide
 
 # -- cuts -----------------------------------------------------------------------------------------
@@ -21,39 +16,10 @@ def spaces_of(tensors: list[Tensor]) -> list[Space]:
     return make_spaces(tensors, shared=False, velocity=False)
 
 
-def by_tensors(tensors: list[Tensor], parts: int) -> list[list[Slice]]:
-    return cut_by_tensors(spaces_of(tensors), tensors, parts, [*map(staged_bytes, tensors)])
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.data())
-def test_cuts_by_tensors_are_nearest_to_equal_bytes(sizes: list[int], data: Any) -> None:
-    """Each cut, from the first one, is the possible one nearest to its target."""
-    parts = data.draw(st.integers(1, len(sizes)))
-    found = by_tensors([torch.zeros(size) for size in sizes], parts)
-    before = [0, *itertools.accumulate(sizes)]
-
-    def distances(places: tuple[int, ...]) -> list[tuple[Fraction, int]]:
-        wanted = [Fraction(before[-1] * i, parts) for i in range(1, parts)]
-        return [(abs(before[at] - want), at) for at, want in zip(places, wanted, strict=True)]
-
-    ways = itertools.combinations(range(1, len(sizes)), parts - 1)
-    best = min(ways, key=distances)
-    bounds = itertools.pairwise(before[i] for i in (0, *best, len(sizes)))
-    assert [(only.start, only.stop) for (only,) in found] == list(bounds)
-
-
-def test_more_parts_than_tensors_are_refused() -> None:
-    with pytest.raises(ValueError, match="at most 1, the number of parameter tensors"):
-        by_tensors([torch.zeros(4), torch.zeros(0)], 2)
-
-
-def test_bytes_are_those_that_are_summed() -> None:
-    """Half types are summed in float32. A complex number counts as two numbers."""
-    kinds = [torch.bfloat16, torch.float32, torch.float64, torch.complex128]
-    tensors = [torch.zeros(n, dtype=kind) for n, kind in zip([8, 8, 4, 2], kinds, strict=True)]
-    assert [[len(s) for s in part] for part in by_tensors(tensors, 4)] == [[8], [8], [4], [4]]
-    assert [[len(s) for s in part] for part in by_tensors(tensors, 2)] == [[8, 8], [4, 4]]
-    halves = cut(spaces_of(tensors[:2]), 2)
+def test_parts_have_equal_bytes() -> None:
+    """Half types are averaged in float32."""
+    kinds = [torch.bfloat16, torch.float32]
+    halves = cut(spaces_of([torch.zeros(8, dtype=kind) for kind in kinds]), 2)
     assert [[s.space.x.tensors[0].dtype for s in part] for part in halves] == [
         [kinds[0]],
         [kinds[1]],

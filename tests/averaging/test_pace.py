@@ -133,10 +133,10 @@ def test_the_step_time_leaves_out_barriers_and_evaluations() -> None:
     """Steps of 0.1 s; then 0.3 s count as twice the mean; 60 s at a barrier do not count."""
     pace, now = Pace(0.05), 0.0
     for seconds in (0.1, 0.1, 0.3, 60.0):
-        pace.step_begins(now)
+        pace.began = now
         now += seconds
         if seconds == 60:
-            pace.interrupted()
+            pace.began = None
         pace.step_ended(now)
         now += 1.0  # waits do not count
     assert pace.step_seconds == pytest.approx(0.1 + 0.1 * (2 * 0.1 - 0.1))
@@ -147,7 +147,7 @@ def test_messages_take_a_twentieth_of_the_time(cost: float, every: int) -> None:
     """Of steps of 0.1 s. Costs vary by half; a message of 4 ms is launched after each step."""
     pace, chance, spent, launches = Pace(0.05), random.Random(0), 0.0, 0
     for step in range(2000):
-        pace.step_begins(0.1 * step)
+        pace.began = 0.1 * step
         pace.step_ended(0.1 * (step + 1))
         if pace.credit_seconds >= 0:
             seconds = cost * chance.uniform(0.5, 1.5)

@@ -15,7 +15,6 @@ import offbeat
 from cells import nightly
 from loops import Sink, close
 from offbeat import Compute, Network, Simulation, simulate
-from offbeat.simulate import Straggler
 from offbeat_lab import SSP, Downpour
 from problems import (
     OPTIMIZERS,
@@ -194,12 +193,7 @@ SCHEDULES = {
     # rank r is always 2 ms·r behind rank 0, so that no two events coincide
     "one after the other": (
         [9, 9, 9],
-        Compute(
-            STEP,
-            stragglers=tuple(
-                Straggler(r, first_step=0, steps=1, factor=1 + 0.2 * r) for r in (1, 2)
-            ),
-        ),
+        Compute(STEP, slowdown=lambda rank, step, _: 1 + 0.2 * rank * (step == 0)),
         lambda rank, step: STEP * (1 + 0.2 * rank * (step == 0)),
     ),
     "a straggler": (

@@ -25,8 +25,9 @@ from offbeat import (
     Simulation,
     simulate,
 )
-from offbeat.simulate import Join, Kill, Straggler
+from offbeat.simulate import Join, Kill
 from problems import Simulated, flat, gradients, loss_of, make_batch, make_model, train_step
+from worlds import require_complete
 
 STRATEGIES = [
     "bsp",
@@ -81,7 +82,9 @@ def simulated(
     jitter: float = 0.0,
 ) -> Simulation:
     compute = Compute("10ms", jitter=jitter)
-    return simulate(function, workers=workers, network=network, compute=compute, faults=faults)
+    found = simulate(function, workers=workers, network=network, compute=compute, faults=faults)
+    require_complete(found)
+    return found
 
 
 def run(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:
@@ -352,7 +355,7 @@ def test_a_silent_worker_is_left_behind() -> None:
         except CommunicationError as error:
             return str(error)
 
-    slow = Compute("10ms", stragglers=Straggler(rank=1, first_step=5, steps=1, factor=300))
+    slow = Compute("10ms", slowdown=lambda rank, step, _: 300 if (rank, step) == (1, 5) else 1)
     results = simulate(
         worker,
         workers=4,

@@ -17,6 +17,7 @@ from offbeat_lab.launch.elastic import _combined
 from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.results import Result
 from offbeat_lab.scenario import Scenario, ScenarioEvent
+from offbeat_lab.train import planned_times
 from worlds import simulated
 
 WORKERS, EPOCHS, SAMPLES, BATCH = 4, 10, 96, 4
@@ -125,10 +126,9 @@ def test_workers_may_join_after_the_end_and_rank_0_may_die(used: dict[int, list[
 def test_a_worker_that_comes_back_has_its_speed() -> None:
     """Worker 2 needs 40 ms for a step, in both of its processes."""
     events = (ScenarioEvent(0.0, worker=2, speed=0.25), *EVENTS)
-    scenario = Scenario(events)
-    slow = Compute("10ms", changes=scenario.slowdowns(WORKERS))
-    place = VirtualCluster(Network("1Gbit/s"), slow)
-    run_and_record(replace(JOB, scenario=str(scenario)), lambda event: None, place)
+    job = replace(JOB, scenario=str(Scenario(events)))
+    place = VirtualCluster(Network("1Gbit/s"), planned_times(job, "10ms"))
+    run_and_record(job, lambda event: None, place)
     assert place.last is not None
     lengths: dict[int, list[float]] = {}
     for span in place.last.timeline:

@@ -58,7 +58,7 @@ def test_in_virtual_time_no_worker_waits_for_the_slowest() -> None:
     """With workers of unequal speed, the clock is the mean of their compute times."""
     compute = Compute("5ms", jitter=0.5, slowdown={1: 3.0})
     one = simulated("ideal", compute)
-    own = [[compute.seconds(rank, step, 4) for step in range(tiny.STEPS)] for rank in range(3)]
+    own = [[compute.seconds(rank, step, 0.0, 4) for step in range(tiny.STEPS)] for rank in range(3)]
     means = np.cumsum(own, axis=1).mean(axis=0)
     assert [point.seconds for point in one.points] == pytest.approx(means)
 
@@ -112,12 +112,15 @@ def test_it_trains_on_a_batch_of_each_worker_that_is_alive(monkeypatch: pytest.M
 
 def test_the_summed_speeds_follow_changes_and_jitter() -> None:
     """At each time, the workers' own steps and their parts of a step add up to multiples of N."""
-    compute = Compute("5ms", jitter=0.5, slowdown={1: 3.0}, changes={"30ms": {0: 4.0}})
+
+    def slowdown(rank: int, step: int, now: float) -> float:
+        return 3.0 if rank == 1 else 4.0 if rank == 0 and now >= 0.03 else 1.0
+
+    compute = Compute("5ms", jitter=0.5, slowdown=slowdown)
     ends = np.zeros((3, 41))
     for rank, own in enumerate(ends):
         for step in range(40):
-            factor = 4.0 if rank == 0 and own[step] >= 0.03 else 1.0
-            own[step + 1] = own[step] + factor * compute.seconds(rank, step, 7)
+            own[step + 1] = own[step] + compute.seconds(rank, step, own[step], 7)
     processes = [Process(rank) for rank in range(3)]
     times = [now for now, size in islice(summed_speeds(compute, processes, 7), 12) if size == 3]
     done = [sum(np.interp(now, own, range(41)) for own in ends) for now in times]

@@ -120,7 +120,7 @@ def test_stragglers_take_as_long_as_in_the_simulator(
         return one.planned_seconds
 
     compute = Compute(10.0, jitter=0.3, slowdown={1: 2.0})
-    expected = [compute.seconds(1, step, 5) for step in range(4)]
+    expected = [compute.seconds(1, step, 0.0, 5) for step in range(4)]
     assert on_one_worker(train) == pytest.approx(sum(expected))
     assert clock.sleeps == pytest.approx(expected)
 
@@ -128,12 +128,15 @@ def test_stragglers_take_as_long_as_in_the_simulator(
 def test_planned_times_change_with_the_time_since_the_first_step(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice as slow from 20 s on, as usual from 50 s on, and only for this rank."""
+    """Twice as slow from 20 s on, and as usual from 50 s on."""
     clock.measure(monkeypatch, 1e-9, 0.0)
-    changes = {20.0: {0: 2.0, 1: 9.0}, 50.0: {0: 1.0}}
+
+    def slowdown(rank: int, step: int, now: float) -> float:
+        assert rank == 0
+        return 2.0 if 20 <= now < 50 else 1.0
 
     def train() -> None:
-        task, _ = padded(clock, 10.0, changes=changes)
+        task, _ = padded(clock, 10.0, slowdown=slowdown)
         clock.seconds += 100.0
         for _ in range(6):
             task.loss(task.model, 0.0)
@@ -153,7 +156,8 @@ def test_a_worker_that_joins_has_the_measurement_and_the_clock_of_another(
         task.loss(task.model, 2.0)
         clock.seconds += 23.0
         other, _ = padded(clock, 10.0)
-        joined = PaddedLoss(other, Compute(10.0, changes={30.0: {4: 2.0}}), rank=4, seed=0)
+        compute = Compute(10.0, slowdown=lambda rank, step, now: 2.0 if now >= 30 else 1.0)
+        joined = PaddedLoss(other, compute, rank=4, seed=0)
         joined._loss = task.loss._loss
         joined.load(one.state())
         joined(other.model, 2.0)

@@ -28,7 +28,7 @@ TEXTS = [
     "selsync:delta=0.05",
     "selsync:delta=0.05,aggregate=gradients",
     "local:period=2,optimizer_state=average",
-    "diloco:period=4,fragments=2,overlap=1",
+    "diloco:period=4,overlap=1",
     "streaming:schedule=cyclic,staleness=4,parts=1",
     "async:staleness=4",
 ]

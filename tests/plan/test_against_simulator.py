@@ -126,11 +126,18 @@ VARYING = [
     *cases(*("7B", "5s", 4, "100Gbit/s", "50us"), strategies=(*FIXED, "streaming"), jitter=0.05),
     *cases("5M", "100ms", 16, "10Gbit/s", "100us", strategies=("local:period=8",), jitter=0.3),
 ]
-NODES = cases(
-    *("25M", "120ms", 4, "5Gbit/s", "100us"),
-    strategies=("bsp", "local:period=4", "local:period=2 --wire int4", "async", "streaming"),
-    workers_per_node=2,
-)
+NODES = [
+    *cases(
+        *("25M", "120ms", 4, "5Gbit/s", "100us"),
+        strategies=("bsp", "local:period=4", "local:period=2 --wire int4", "async", "streaming"),
+        workers_per_node=2,
+    ),
+    *cases(
+        *("1B", "120ms", 8, "25Gbit/s", "1ms"),
+        strategies=("diloco:period=6,fragments=2,overlap=2",),
+        workers_per_node=2,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -178,14 +185,14 @@ class Smaller:
         rows = {"exchange": members, "gather": 1 if members == 2 else 0} if case.clocked else {}
 
         class LargerMessages(Network):
-            def collective_seconds(self, kind: Any, size_bytes: float, *rest: Any) -> float:
+            def collective_cost(self, kind: Any, size_bytes: float, *rest: Any) -> Any:
                 votes = kind == "gather" and size_bytes <= 96
                 agreement = kind == "reduce" and size_bytes < tensor_bytes / case.workers_per_node
                 same = 88 * rows.get(kind, 0) / case.workers_per_node
                 if votes or agreement:
                     same = size_bytes
                 larger = same + factor * (size_bytes - same)
-                return super().collective_seconds(kind, larger, *rest)
+                return super().collective_cost(kind, larger, *rest)
 
         return LargerMessages(case.bandwidth, case.latency, workers_per_node=case.workers_per_node)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.simulate.network import Network, seconds_at, sent_bytes
+from offbeat.simulate.network import Network, cost
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from offbeat.simulate.network import Network, seconds_at, sent_bytes
     ],
 )
 def test_collectives_cost_what_the_formulas_say(kind: Any, workers: int, seconds: float) -> None:
-    assert seconds_at(kind, 1e6, workers, 125e6, 1e-4) == pytest.approx(seconds)
+    assert cost(kind, 1e6, workers, 125e6, 1e-4)[0] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -44,59 +44,37 @@ def test_collectives_cost_what_the_formulas_say(kind: Any, workers: int, seconds
 )
 def test_workers_send_what_the_formulas_say(kind: Any, sent: float) -> None:
     """1000 bytes among 4 workers."""
-    assert sent_bytes(kind, 1000, 4) == sent
+    assert cost(kind, 1000, 4, 125e6, 1e-4)[1] == sent
 
 
 def test_text_and_numbers_make_the_same_network() -> None:
-    """Bits a second and seconds, or text; equal networks hash alike."""
-    text = Network("5Gbit/s", latency="50us", upload="1Gbit/s")
-    assert text == Network(5e9, 5e-5, upload=1e9)
-    assert hash(text) == hash(Network(5e9, 5e-5, upload=1e9))
+    """Bits a second and seconds, or text."""
+    assert Network("5Gbit/s", latency="50us") == Network(5e9, 5e-5)
     assert Network("1Gbit/s") == Network(1e9, "100us") != Network(2e9)
-    assert Network("1Gbit/s", per_worker={1: "1Mbit/s"}) != Network("1Gbit/s")
 
 
-def test_links_carry_bytes_both_ways() -> None:
-    """1 Gbit/s is 125 MB/s; upload makes a link asymmetric; per_worker replaces both directions."""
-    even = Network("1Gbit/s")
-    assert even.up(0) == even.down(7) == 125e6
-    odd = Network("1Gbit/s", upload="200Mbit/s", per_worker={2: "80Mbit/s", 3: 8e9})
-    assert (odd.up(0), odd.down(0)) == (25e6, 125e6)
-    assert (odd.up(2), odd.down(2)) == (10e6, 10e6)
-    assert (odd.up(3), odd.down(3)) == (1e9, 1e9)
-
-
-def message_seconds(links: Network, size: float, source: int, destination: int) -> float:
-    """Seconds of a message on free links: the latency and the slower of the two links."""
-    latency = 0.0 if source == destination else links.latency_of((source, destination))
-    return latency + max(links.link_seconds(size, source, destination))
+def uneven(worker: int, now: float) -> str | float:
+    """Links of 100, 1 and 1000 MB/s; from 2 s on, that of worker 1 has 10 MB/s."""
+    slow = "8Mbit/s" if now < 2 else 80e6
+    return {1: slow, 2: "8Gbit/s"}.get(worker, "800Mbit/s")
 
 
 def test_a_message_takes_the_slower_end() -> None:
-    """min(up(source), down(destination)): directions differ."""
-    links = Network(
-        "800Mbit/s", latency="1ms", upload="80Mbit/s", per_worker={1: "8Mbit/s", 2: "8Gbit/s"}
-    )
-    assert message_seconds(links, 1e6, 0, 3) == pytest.approx(0.101)  # up 10 MB/s
-    assert message_seconds(links, 1e6, 2, 0) == pytest.approx(0.011)  # down 100 MB/s
-    assert message_seconds(links, 1e6, 0, 1) == pytest.approx(1.001)  # down 1 MB/s
-    assert message_seconds(links, 1e6, 1, 0) == pytest.approx(1.001)
-    assert message_seconds(links, 1e6, 1, 1) == 0, "no network between a worker and itself"
+    """Each link is occupied for M/B, with the bandwidth at that time."""
+    links = Network(uneven, latency="1ms")
+    assert links.message_seconds(1e6, 0, 3, 0.0) == pytest.approx((0.01, 0.01, 0.001))
+    assert links.message_seconds(1e6, 2, 0, 0.0) == pytest.approx((0.001, 0.01, 0.001))
+    assert links.message_seconds(1e6, 0, 1, 1.9) == pytest.approx((0.01, 1.0, 0.001))
+    assert links.message_seconds(1e6, 1, 0, 2.0) == pytest.approx((0.1, 0.01, 0.001))
+    assert links.message_seconds(1e6, 1, 1, 0.0) == (0, 0, 0), "a worker and itself"
 
 
 def test_a_collective_takes_the_slowest_link() -> None:
-    """The minimum over the participants and both directions."""
-    links = Network("800Mbit/s", upload="80Mbit/s", per_worker={1: "8Mbit/s", 2: "8Gbit/s"})
-    assert links.collective_bytes_per_second([0, 3]) == 10e6
-    assert links.collective_bytes_per_second([0, 1, 2]) == 1e6
-    assert links.collective_bytes_per_second([2]) == 1e9
-    assert Network("80Mbit/s", upload="800Mbit/s").collective_bytes_per_second([0, 1]) == 10e6
-
-
-@pytest.mark.parametrize("ranks", [[], [1, 1]])
-def test_a_collective_needs_distinct_ranks(ranks: list[int]) -> None:
-    with pytest.raises(ValueError, match="distinct ranks, got"):
-        Network("1Gbit/s").collective_seconds("reduce", 1.0, ranks)
+    """The minimum over the participants, at the start of the collective."""
+    links = Network(uneven, latency=0.0)
+    for ranks, now, rate in (([0, 3], 0, 1e8), ([0, 1, 2], 0, 1e6), ([0, 1, 2], 2, 1e7)):
+        seconds, _ = links.collective_cost("gather", 1e6, ranks, 1, now)
+        assert seconds == pytest.approx((len(ranks) - 1) * 1e6 / rate)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +84,7 @@ def test_a_collective_needs_distinct_ranks(ranks: list[int]) -> None:
         (lambda: Network(0), ValueError, "finite and positive"),
         (lambda: Network("1Gbit/s", "100"), ValueError, "like 100us"),
         (lambda: Network("1Gbit/s", -1e-3), ValueError, "at least 0"),
-        (lambda: Network("1Gbit/s", upload="fast"), ValueError, "'fast' is not a bandwidth"),
-        (lambda: Network("1Gbit/s", per_worker={0: "1MB"}), ValueError, "'1MB' is not"),
-        (lambda: Network("1Gbit/s", per_worker={-1: 1e9}), ValueError, "rank in per_worker"),
-        (lambda: Network("1Gbit/s", per_worker={"0": 1e9}), TypeError, "rank in per_worker"),
+        (lambda: Network(lambda *_: "fast").bits_per_second(0, 0.0), ValueError, "'fast' is not"),
         (lambda: Network(None), TypeError, "None is not a bandwidth"),
     ],
 )

@@ -136,18 +136,24 @@ def test_under_bsp_a_ring_goes_round_all_workers(flat: bool) -> None:
 def test_rates_by_hand() -> None:
     """800 Mbit/s is 100 MB/s; a node has one flow of a ring, and L of an all-gather."""
     links = Network("800Mbit/s", "1ms", workers_per_node=4, inside="80Gbit/s")
-    assert links.collective_bytes_per_second([0, 4], sharing=4) == 25e6
-    for kind, size, ranks, seconds in (
-        ("gather", 1e6, range(8), 1e-3 + 7 * 1e6 / 25e6),
-        ("exchange", 8e6, range(8), 1e-3 + 7 * 1e6 / 25e6),
-        ("broadcast", 1e6, range(8), 3 * (1e-3 + 1e6 / 25e6)),
-        ("broadcast", 1e6, [0, 4], 1e-3 + 1e6 / 100e6),
-        ("reduce", 1e6, range(4), 6 * (1e-5 + 25e4 / 1e10)),
+    slow = Network("800Mbit/s", "1ms", workers_per_node=2, inside="8Mbit/s")
+    for network, kind, size, ranks, sharing, seconds in (
+        (links, "gather", 1e6, range(8), 1, 1e-3 + 7 * 1e6 / 25e6),
+        (links, "exchange", 8e6, range(8), 1, 1e-3 + 7 * 1e6 / 25e6),
+        (links, "broadcast", 1e6, range(8), 1, 3 * (1e-3 + 1e6 / 25e6)),
+        (links, "broadcast", 1e6, [0, 4], 1, 1e-3 + 1e6 / 100e6),
+        (links, "reduce", 1e6, range(4), 1, 6 * (1e-5 + 25e4 / 1e10)),
+        (links, "reduce", 1e6, [0, 4], 4, 2 * (1e-3 + 5e5 / 25e6)),
+        (slow, "reduce", 1e6, range(4), 1, 6 * (1e-3 + 25e4 / 1e6)),  # a ring passes inside, too
+        (slow, "reduce", 1e6, [0, 2], 1, 2 * (1e-3 + 5e5 / 100e6)),
     ):
-        assert links.collective_seconds(kind, size, ranks) == pytest.approx(seconds), kind
-    slow = Network("1Gbit/s", workers_per_node=2, inside="8Mbit/s")
-    assert slow.collective_bytes_per_second(range(4)) == 1e6, "a ring passes inside, too"
-    assert slow.collective_bytes_per_second([0, 2]) == 125e6
+        found, _ = network.collective_cost(kind, size, ranks, sharing, 0.0)
+        assert found == pytest.approx(seconds), (kind, ranks, sharing)
+
+
+def test_a_function_gets_the_number_of_the_node() -> None:
+    links = Network(lambda node, now: 8e6 * (1 + node), workers_per_node=2)
+    assert [links.bits_per_second(rank, 0.0) for rank in range(4)] == [8e6, 8e6, 16e6, 16e6]
 
 
 def test_messages_of_a_node_queue_at_its_link() -> None:
@@ -184,7 +190,6 @@ def test_messages_of_a_node_queue_at_its_link() -> None:
     ("options", "text"),
     [
         ({"workers_per_node": 0}, "workers_per_node"),
-        ({"workers_per_node": 2, "per_worker": {0: "1Gbit/s"}}, "per_worker with workers_per"),
         ({"inside": "1Gbit/s"}, "inside needs nodes"),
         ({"inside_latency": "1us"}, "inside_latency needs nodes"),
         ({"workers_per_node": 2, "inside": "1GB"}, "'1GB' is not a bandwidth"),

@@ -21,6 +21,7 @@ from offbeat.strategies import Strategy
 from offbeat_lab.baselines import STRATEGIES
 from problems import flat, loss_of, make_batch, make_model, train_step
 from strategies.rows import ROWS, Row, first_of_each
+from worlds import require_complete
 
 STEP = 0.05
 ALPHA = 0.001
@@ -101,7 +102,10 @@ def test_messages_meet_a_bandwidth_that_changes() -> None:
             times.append(float(communicator.host.now()))
         return times
 
-    network = Network(8e6, latency=0.0, per_worker_changes={0.004: {0: 4e6}, 0.005: {0: 24e6}})
+    def bandwidth(rank: int, now: float) -> float:
+        return 8e6 if now < 0.004 or rank == 1 else 4e6 if now < 0.005 else 24e6
+
+    network = Network(bandwidth, latency=0.0)
     assert simulate(worker, workers=2, network=network).results[1] == pytest.approx([0.004, 0.012])
 
 
@@ -183,6 +187,7 @@ def trace(text: str, shuffle: int | None = None) -> str:
         seed=5,
         shuffle_ties=shuffle,
     )
+    require_complete(result)
     return result.to_json() + json.dumps(result.results)
 
 

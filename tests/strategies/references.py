@@ -79,6 +79,16 @@ class Reference:
     def models(self) -> list[Tensor]:
         return self.sim.flat()
 
+    def vectors(self) -> list[Tensor]:
+        """Return the models as vectors, their parameters sorted by name."""
+        return [torch.cat([p.detach().reshape(-1) for p in by_name(m)]) for m in self.sim.models]
+
+    def add(self, n: int, where: slice, shift: Tensor) -> None:
+        moved = self.vectors()[n]
+        moved[where] += shift
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(moved, by_name(self.sim.models[n]))
+
     def weighted(self, models: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """The weighted mean; if no worker has a weight, all hold the same."""
         if not any(weights):
@@ -196,14 +206,10 @@ class SelSync(Reference):
         return any(self.news)
 
 
-# The parameters of make_model() in the order of their names, cut by hand. They have 5, 20, 2, 10, 1
-# and 2 elements, and the places nearest to equal parts are these.
-NAMES = ["0.bias", "0.weight", "2.bias", "2.weight", "3.bias", "3.weight"]
-FRAGMENTS = {
-    1: [NAMES],
-    2: [NAMES[:2], NAMES[2:]],
-    3: [NAMES[:1], NAMES[1:3], NAMES[3:]],
-}
+def equal_slices(parts: int) -> list[slice]:
+    """Return the numbers of each part of the model, sorted by name."""
+    places = [math.ceil(i * PARAMETERS / parts) for i in range(parts + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(places)]
 
 
 @dataclass
@@ -212,8 +218,8 @@ class Flight:
 
     part: int
     launched: int
-    mean: list[Tensor]
-    sent: list[list[Tensor]]
+    mean: Tensor
+    sent: list[Tensor]
     outer: tuple[float, float] = (0.0, 0.0)
 
 
@@ -234,14 +240,10 @@ class DiLoCo(Reference):
     ) -> None:
         super().__init__(counts, kind)
         self.period, self.overlap, self.warmup_steps = period, overlap, warmup_steps
-        self.named = [dict(model.named_parameters()) for model in self.sim.models]
-        self.parts = FRAGMENTS[fragments]
-        self.theta = [
-            [nn.Parameter(self.named[0][name].detach().clone()) for name in names]
-            for names in self.parts
-        ]
+        self.parts = equal_slices(fragments)
+        self.theta = [nn.Parameter(self.vectors()[0][part]) for part in self.parts]
         self.outer: list[Optimizer] = [
-            torch.optim.SGD(p, outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+            torch.optim.SGD([p], outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
             for p in self.theta
         ]
         self.news = [[False] * self.size for _ in self.parts]
@@ -269,29 +271,21 @@ class DiLoCo(Reference):
     def launch(self, part: int) -> None:
         taking = [n for n in range(self.size) if self.news[part][n]]
         self.news[part], self.since = [False] * self.size, 0
-        sent = [
-            [self.named[n][name].detach().clone() for name in self.parts[part]]
-            for n in range(self.size)
-        ]
-        delta = [
-            sum(theta.detach() - sent[n][i] for n in taking) / len(taking)
-            for i, theta in enumerate(self.theta[part])
-        ]
+        sent, theta = [x[self.parts[part]] for x in self.vectors()], self.theta[part].detach()
+        delta: Tensor = sum(theta - sent[n] for n in taking) / len(taking)
         self.flights.append(Flight(part, self.time, delta, sent))
         self.launches += 1
-        self.numbers += self.vote_numbers + sum(d.numel() for d in delta)
+        self.numbers += self.vote_numbers + delta.numel()
 
     def land(self, time: int) -> bool:
         due = [flight for flight in self.flights if flight.launched + self.overlap <= time]
         for flight in due:
             self.flights.remove(flight)
-            for theta, delta in zip(self.theta[flight.part], flight.mean, strict=True):
-                theta.grad = delta
+            theta, where = self.theta[flight.part], self.parts[flight.part]
+            theta.grad = flight.mean
             self.outer[flight.part].step()
-            for own, sent in zip(self.named, flight.sent, strict=True):
-                for i, name in enumerate(self.parts[flight.part]):
-                    steps = own[name].detach() - sent[i]
-                    own[name].data.copy_(self.theta[flight.part][i].detach() + steps)
+            for n, sent in enumerate(flight.sent):
+                self.add(n, where, theta.detach() - sent)
         return bool(due)
 
     def mean(self) -> Tensor:
@@ -363,7 +357,7 @@ class AsyncAveraging(Reference):
 
 
 def by_name(model: nn.Module) -> list[nn.Parameter]:
-    return [dict(model.named_parameters())[name] for name in NAMES]
+    return [parameter for _, parameter in sorted(model.named_parameters())]
 
 
 class Streaming(Reference):
@@ -385,9 +379,7 @@ class Streaming(Reference):
     ) -> None:
         super().__init__(counts, kind)
         x = self.vectors()
-        total, cycle = len(x[0]), staleness // 2
-        places = [math.ceil(i * total / parts) for i in range(parts + 1)]
-        self.slices = [slice(a, b) for a, b in itertools.pairwise(places)]
+        self.slices, cycle = equal_slices(parts), staleness // 2
         self.every = max(1, cycle // parts)  # steps between two rounds
         self.at_once = math.ceil(parts / min(parts, cycle))  # parts in each of them
         self.lands, self.gain = cycle, outer_gain
@@ -398,15 +390,6 @@ class Streaming(Reference):
         self.squares = torch.zeros(2, self.size, dtype=torch.float64)  # of u and D, by worker
         self.factors = [1.0] * self.size  # on the learning rates of SGD
         self.news = [[False] * self.size for _ in range(parts)]
-
-    def vectors(self) -> list[Tensor]:
-        return [torch.cat([p.detach().reshape(-1) for p in by_name(m)]) for m in self.sim.models]
-
-    def add(self, n: int, where: slice, shift: Tensor) -> None:
-        moved = self.vectors()[n]
-        moved[where] += shift
-        with torch.no_grad():
-            nn.utils.vector_to_parameters(moved, by_name(self.sim.models[n]))
 
     def local_steps(self) -> None:
         for n in self.stepping:
@@ -464,24 +447,22 @@ class Streaming(Reference):
         fade = math.exp((self.launched[part] - step) / 50)
         self.launched[part] = step
         mean = sum(sent) / sum(weights)
-        self.flights.append(
-            Flight(part, self.time, [mean], [[u] for u in sent], (fade, (gain - 1) * (1 - fade)))
-        )
+        self.flights.append(Flight(part, self.time, mean, sent, (fade, (gain - 1) * (1 - fade))))
         self.news[part] = [False] * self.size
         self.launches += 1
         self.numbers += mean.numel()
 
     def land(self) -> int:
         flight = self.flights.pop(0)
-        where, (fade, ahead), (mean,) = self.slices[flight.part], flight.outer, flight.mean
+        where, (fade, ahead), mean = self.slices[flight.part], flight.outer, flight.mean
         self.v[where] = fade * self.v[where] + mean
         shift = mean + ahead * self.v[where]
         self.p[where] += shift
-        for n, (u,) in enumerate(flight.sent):
+        for n, u in enumerate(flight.sent):
             self.add(n, where, shift - u)
         keep = 1 - 1 / (5 * len(self.slices))  # smoothed over five passes of the model
         now = [
-            [float(u.square().sum()) for (u,) in flight.sent],
+            [float(u.square().sum()) for u in flight.sent],
             [float(mean.square().sum())] * self.size,
         ]
         self.squares = keep * self.squares + torch.tensor(now, dtype=torch.float64)

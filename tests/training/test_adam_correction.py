@@ -149,9 +149,9 @@ def test_a_failed_step_does_not_lengthen_the_next_one() -> None:
         train_step(model, optimizer, make_batch(rank, 0))
         sync.stats.details["lr_factor"] = [2.0]
         (correction,) = (x for x in sync._components.hooks if isinstance(x, StepFactor))
-        correction._before(optimizer, (), {})
+        correction.apply()
         assert optimizer.param_groups[0]["lr"] == 0.02
-        correction._before(optimizer, (), {})  # the step between raised an error
+        correction.apply()  # the step between raised an error
         assert optimizer.param_groups[0]["lr"] == 0.02
         sync.detach()
         assert optimizer.param_groups[0]["lr"] == 0.01

@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.buckets import staged_bytes
 from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.copies import Copies
 from offbeat.averaging.flat import (
@@ -43,7 +42,6 @@ from offbeat.averaging.flat import (
     Slice,
     Space,
     cut,
-    cut_by_tensors,
     make_spaces,
 )
 from offbeat.averaging.flight import Flight, Part, Step
@@ -139,6 +137,7 @@ class Averager(Flow):
             fresh_step=worker.step,
             checked_step=worker.step,
         )
+        self.report()
 
     def _make_parts(self) -> None:
         worker, shared, team = self.worker, self.shared, self.worker.team
@@ -159,8 +158,7 @@ class Averager(Flow):
             for mine, s in ((index == place, share) for index, share in enumerate(shares))
         ]
         self.spaces = spaces[place]
-        sizes = team.sum_over_shards(*map(staged_bytes, tensors))
-        slices_of = [self._cut(each, tensors, sizes) for each in spaces]
+        slices_of = [self._cut(each) for each in spaces]
         # The processes of a node start the sum of each part together.
         number = int(team.agree(max(map(len, slices_of)))[0])
         for each in slices_of:
@@ -179,16 +177,12 @@ class Averager(Flow):
         self.precision: str | None = None if exact else wire.precision
         self.make_errors()
 
-    def _cut(
-        self, spaces: Sequence[Space], tensors: Sequence[Tensor], sizes: Sequence[float]
-    ) -> list[list[Slice]]:
-        """Return the slices of each part. ``sizes`` are the bytes of each tensor in the node."""
+    def _cut(self, spaces: Sequence[Space]) -> list[list[Slice]]:
+        """Return the slices of each part."""
         worker, shared, wire = self.worker, self.shared, self.worker.wire
         size = sum(space.x.elements * space.x.tensors[0].itemsize for space in spaces)
         (largest,) = worker.team.agree(size)
         number = shared.parts(round(largest)) if callable(shared.parts) else shared.parts
-        if not shared.error_feedback:
-            return cut_by_tensors(spaces, tensors, number, sizes)
         single = uses_single_stage(wire.precision, worker.size)
         # In the second stage each worker adds up the same number of blocks.
         unit = 1 if wire.exact else BLOCK * (1 if single else worker.size)
@@ -229,9 +223,12 @@ class Averager(Flow):
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         if last and self.strategy.gradient_norm:
-            self.state.view.gradient_norm_squared = sum(self._squared.values())
-            self._squared.clear()
+            self._sum_squares()
         return False
+
+    def _sum_squares(self) -> None:
+        self.state.view.gradient_norm_squared = sum(self._squared.values())
+        self._squared.clear()
 
     @override
     def step_skipped(self) -> None:
@@ -261,6 +258,7 @@ class Averager(Flow):
         exact = self.precision is None
         flight = Flight([*parts], message, weight, total, steps, worker.step, exact)
         flight.measures = self.shared.error_feedback
+        self.report()
         for space in self.spaces:
             space.x.refresh()
         check = worker.size > 1 and self.precision in (None, "bfloat16")
@@ -362,6 +360,7 @@ class Averager(Flow):
             sent, mean = worker.team.sum_over_node(sent_squared, mean_squared)
             before = view.squares
             view.squares = keep * before[0] + sent, keep * before[1] + mean
+        self.report()
 
     def _share(self, parts: Sequence[Part]) -> None:
         """Let the other processes of a node have what this one has averaged. Blocks in a node."""
@@ -404,7 +403,7 @@ class Averager(Flow):
             worker.details["staleness_max"] = staleness
 
     def report(self) -> None:
-        """Update ``Stats.details``."""
+        """Update ``Stats.details`` after a launch or a landing."""
         state, view, details = self.state, self.state.view, self.worker.details
         details.update(parts=view.count, launches=view.launches, landings=state.landings)
         if not self.shared.blocking:
@@ -421,7 +420,6 @@ class Averager(Flow):
         worker = self.worker
         if final:
             self.settle()
-            self.report()
         for flight in self._flying:
             flight.show()
             self._share(flight.parts)
@@ -481,6 +479,7 @@ class Averager(Flow):
         for part, step in zip(self.parts, state.synced_steps, strict=True):
             part.synced_step = step
         state.delayed = Round.saved(state.saved_tally) if state.saved_tally else None
+        self.report()
 
 
 class RoundAverager(Averager):
@@ -507,8 +506,9 @@ class RoundAverager(Averager):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        super().gradients_ready(optimizer, last=last)
         if last:
+            if self.strategy.gradient_norm:
+                self._sum_squares()
             self._wanted = float(self.strategy.due(self.view_of(stepping=True)))
             if self._wanted > 0:
                 self._pending = self.vote(0, stepping=True)
@@ -527,7 +527,6 @@ class RoundAverager(Averager):
             self.strategy.after_step(self.view_of(stepping=True))
         round, self._pending = self._pending, None
         synced = round is not None and bool(self.act(round))
-        self.report()
         return synced or state.landings > landings
 
     @override

@@ -18,7 +18,7 @@ class BufferMean:
 
     def __init__(self, worker: Worker, weight: float, *, what: str) -> None:
         self._worker, self._weight = worker, weight
-        self._version = worker.step
+        self._step = worker.step
         self._sums: list[tuple[Bucket, Tensor, Handle[Tensor]]] = []
         for bucket in make_buckets(worker.replica.float_buffers()):
             sent = bucket.pack().clone()
@@ -36,7 +36,7 @@ class BufferMean:
         # A forward pass may have replaced the tensors.
         buckets = make_buckets(worker.replica.float_buffers())
         for (sums, sent, _), bucket in zip(self._sums, buckets, strict=True):
-            if worker.model_version > self._version and self._weight:
+            if worker.model_version > self._step and self._weight:
                 add_clamped(bucket.tensors, sums.flat * (1 / total), sent)
             else:
                 sums.tensors = bucket.tensors

@@ -45,6 +45,7 @@ class ClockedAverager(Averager):
 
     @override
     def start(self) -> None:
+        self._alone = self.worker.size == 1  # then nothing is launched
         super().start()
         # Of the newest landed message: time from sending to arrival, and processor time of a part.
         self._flight_steps, self._cost = math.inf, 0.0
@@ -58,24 +59,27 @@ class ClockedAverager(Averager):
     @override
     def step_ended(self) -> bool:
         """Land and launch what can be landed and launched. Returns True if a part landed."""
-        state, worker, pace = self.state, self.worker, self.pace
-        host, landings = worker.team.host, state.landings
-        self.record_staleness()
-        pace.step_ended(host.now())
-        if worker.size > 1:
-            arrived = self._wait_a_moment()
-            # In a node all processes decide alike: ``_wait_a_moment`` has made the credit equal.
-            may_launch = pace.credit_seconds >= 0
-            self._advance(arrived=arrived, may_launch=may_launch)
-            while worker.step - state.fresh_step >= self.shared.bound:
-                self._complete(self._flying[0] if self._flying else self._begin(stepping=True))
-                if self.unsynced:
-                    self._advance(arrived=False, may_launch=may_launch)
-        self.report()
+        landings = self.state.landings
+        if not self._alone:
+            self.record_staleness()
+            self._launch_and_land()
         if self._calls_after_step:
             self.strategy.after_step(self.view_of(stepping=True))
-        pace.step_begins(host.now())
-        return state.landings > landings
+        if not self._alone:
+            self.pace.began = self.worker.team.host.now()
+        return self.state.landings > landings
+
+    def _launch_and_land(self) -> None:
+        state, worker, pace = self.state, self.worker, self.pace
+        pace.step_ended(worker.team.host.now())
+        arrived = self._wait_a_moment()
+        # In a node all processes decide alike: ``_wait_a_moment`` has made the credit equal.
+        may_launch = pace.credit_seconds >= 0
+        self._advance(arrived=arrived, may_launch=may_launch)
+        while worker.step - state.fresh_step >= self.shared.bound:
+            self._complete(self._flying[0] if self._flying else self._begin(stepping=True))
+            if self.unsynced:
+                self._advance(arrived=False, may_launch=may_launch)
 
     def _wait_a_moment(self) -> bool:
         """Wait for a message that is about to arrive. Returns True if one has arrived.
@@ -252,8 +256,8 @@ class ClockedAverager(Averager):
     @override
     def wait_for_all(self, order: Sequence[int], *, finishing: bool) -> Round:
         worker = self.worker
-        self.pace.interrupted()
-        if worker.size == 1:
+        self.pace.began = None  # a barrier is no part of a step
+        if self._alone:
             return super().wait_for_all(order, finishing=finishing)
         warning = None if finishing else WaitingWarning(worker)
         while self._flying:

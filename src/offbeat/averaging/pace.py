@@ -6,7 +6,7 @@ landed. All times are in local steps, unless a name ends in ``seconds``.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _MOST_ALLOWANCE = 1.0  # steps
 _ACQUIRE = 0.7  # steps of allowance with which a worker tries to come into phase
@@ -104,6 +104,8 @@ class Pace:
             after each attempt that fails.
         credit_seconds: Processor time that this worker may spend on the next message. Negative
             after a message that cost more than a step allows.
+        began: Time at which the current step began. None: the step is not measured, for example
+            because it contains a barrier.
     """
 
     share: float
@@ -112,28 +114,20 @@ class Pace:
     in_phase: bool = False
     growth: float = 1.0
     credit_seconds: float = 0.0
-    _left: float | None = field(default=None, repr=False)
+    began: float | None = None
 
     def __post_init__(self) -> None:
         self.allowance = _ACQUIRE if self.share else 0.0
 
     def step_ended(self, now: float) -> None:
         """Measure the step that ends ``now``, and add the processor time of a step."""
-        if self._left is not None:
-            seconds, mean = now - self._left, self.step_seconds
+        if self.began is not None:
+            seconds, mean = now - self.began, self.step_seconds
             if mean:  # a longer step probably contains an evaluation
                 seconds = min(seconds, 2 * mean)
             self.step_seconds = seconds if not mean else mean + _SMOOTHING * (seconds - mean)
         added = _MOST_SHARE * self.step_seconds
         self.credit_seconds = min(self.credit_seconds + added, 2 * added)
-
-    def step_begins(self, now: float) -> None:
-        """Note that the next step begins ``now``."""
-        self._left = now
-
-    def interrupted(self) -> None:
-        """Do not measure the current step, because a barrier lies between its beginning and end."""
-        self._left = None
 
     def wait_seconds(self) -> float:
         """Return the longest wait at the end of this step."""

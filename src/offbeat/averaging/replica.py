@@ -12,10 +12,12 @@ Strategies that average models apply only the first rule during training.
 """
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
+_version_of = attrgetter("_version")  # torch has no public name for it
 _COUNTERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -26,14 +28,15 @@ def saved_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """
     modules = dict(model.named_modules())
     done = {
-        id(module._buffers[name])
+        id(buffer)
         for module in modules.values()
-        for name in module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if name in module._non_persistent_buffers_set  # state_dict() could run code of the user
     }
     found: dict[str, tuple[nn.Module, str]] = {}
     for prefix, module in modules.items():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in done:
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if id(buffer) not in done:
                 done.add(id(buffer))
                 found[f"{prefix}.{name}" if prefix else name] = (module, name)
     return dict(sorted(found.items()))
@@ -64,6 +67,7 @@ class Replica:
             ((name, p) for name, p in model.named_parameters() if id(p) in chosen),
             key=lambda item: item[0],
         )
+        self._tensors = [p for _, p in self.parameters]
         # Found only once, because a search takes longer than the average of a small part.
         self._saved_buffers = list(
             saved_buffers(model if buffers_of is None else buffers_of).values()
@@ -90,7 +94,7 @@ class Replica:
 
     def versions(self) -> list[int]:
         """Return torch's version counter of each averaged parameter, which counts its writes."""
-        return [p._version for _, p in self.parameters]
+        return [*map(_version_of, self._tensors)]
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -100,24 +104,24 @@ class Replica:
 
     def float_buffers(self) -> list[Tensor]:
         """Return the floating-point and complex buffers."""
-        return [b for b in self._buffers() if b.is_floating_point() or b.is_complex()]
+        return [b for b in self._present_buffers() if b.is_floating_point() or b.is_complex()]
 
     def integer_buffers(self) -> list[Tensor]:
         """Return the signed integer buffers."""
-        return [b for b in self._buffers() if b.dtype in _COUNTERS]
+        return [b for b in self._present_buffers() if b.dtype in _COUNTERS]
 
     def other_buffers(self) -> list[Tensor]:
         """Return all other buffers."""
         done = {id(b) for b in (*self.float_buffers(), *self.integer_buffers())}
-        return [b for b in self._buffers() if id(b) not in done]
+        return [b for b in self._present_buffers() if id(b) not in done]
 
-    def _buffers(self) -> list[Tensor]:
-        found = (module._buffers.get(name) for module, name in self._saved_buffers)
-        return [buffer for buffer in found if buffer is not None]
+    def _present_buffers(self) -> list[Tensor]:
+        found = [getattr(module, name, None) for module, name in self._saved_buffers]
+        return [buffer for buffer in found if isinstance(buffer, Tensor)]
 
     def averaged(self) -> list[Tensor]:
         """Return the averaged parameters and buffers."""
-        return [*(p for _, p in self.parameters), *self.float_buffers()]
+        return [*self._tensors, *self.float_buffers()]
 
     def _synchronized(self) -> list[Tensor]:
         return [*self.averaged(), *self.integer_buffers(), *self.other_buffers()]

@@ -34,7 +34,7 @@ class NodeBuffers:
     def __init__(self, inside: Communicator, model: nn.Module) -> None:
         team = self._team = Team(inside)
         # A separate Replica: messages in flight may use the memory of the strategy's Replica.
-        self._buffers = ExactMean(team, Replica(model, ()))
+        self._mean = ExactMean(team, Replica(model, ()))
 
     def start(self, bucket: int) -> None:
         """Start to average a bucket (a group of gradients), once backward has completed it.
@@ -50,7 +50,7 @@ class NodeBuffers:
         Floating-point and complex buffers become their mean, signed integer buffers their maximum.
         """
         what = "mean of the buffers of a node"
-        self._buffers.average_buffers(1.0, self._team.size, what=what)
+        self._mean.average_buffers(1.0, self._team.size, what=what)
 
     def pause(self, index: int) -> None:
         """Average only the buffers, at a barrier, where all workers wait for each other. Blocks.

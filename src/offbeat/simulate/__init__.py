@@ -4,7 +4,7 @@ Durations are measured in *virtual time*, the simulator's clock, and not on this
 """
 
 from offbeat.simulate.cluster import Span
-from offbeat.simulate.compute import Compute, Straggler
+from offbeat.simulate.compute import Compute
 from offbeat.simulate.faults import Join, Kill
 from offbeat.simulate.network import Network
 from offbeat.simulate.run import simulate
@@ -19,6 +19,5 @@ __all__ = [
     "Network",
     "Simulation",
     "Span",
-    "Straggler",
     "simulate",
 ]

@@ -1,9 +1,14 @@
 """A board of simulated workers, whose operations take virtual time."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from typing_extensions import override
 
 from offbeat.simulate.cluster import SimulatedCluster
 from offbeat.transport.board import Board, LocalBoard
+
+T = TypeVar("T")
 
 
 class SimulatedBoard(Board):
@@ -20,33 +25,30 @@ class SimulatedBoard(Board):
 
     def __init__(self, cluster: SimulatedCluster, rank: int, values: LocalBoard) -> None:
         self._cluster, self._rank, self._values = cluster, rank, values
-        self._latency_seconds = cluster.network.latency
+        self._latency_seconds = float(cluster.network.latency)
 
     @override
     def add(self, key: str, amount: int) -> int:
-        self._travel(key)
-        total = self._values.add(key, amount)
-        self._travel(key)
-        return total
+        return self._answered(key, lambda: self._values.add(key, amount))
 
     @override
     def compare_set(self, key: str, expected: str, value: str) -> str:
-        self._travel(key)
-        value = self._values.compare_set(key, expected, value)
-        self._travel(key)
-        return value
+        return self._answered(key, lambda: self._values.compare_set(key, expected, value))
 
     @override
     def get(self, key: str) -> str:
-        self._travel(key)
-        value = self._values.get(key)
-        self._travel(key)
-        return value
+        return self._answered(key, lambda: self._values.get(key))
 
     @override
     def put(self, key: str, value: str) -> None:
         self._travel(key)
         self._values.put(key, value)
+
+    def _answered(self, key: str, operation: Callable[[], T]) -> T:
+        self._travel(key)
+        answer = operation()
+        self._travel(key)
+        return answer
 
     def _travel(self, key: str) -> None:
         self._cluster.idle(self._rank, self._latency_seconds, f"the board for {key}")

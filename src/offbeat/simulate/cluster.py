@@ -6,8 +6,9 @@ a *context*: a number that separates its operations from those of other communic
 Messages and collectives are in one module because they queue for the same network cards.
 """
 
+import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from offbeat.errors import OffbeatError
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.connections import Connections, Group, PendingOperation
 from offbeat.simulate.kernel import Signal
-from offbeat.simulate.network import CollectiveKind, Network, sent_bytes
+from offbeat.simulate.network import CollectiveKind, Network
 from offbeat.simulate.workers import Workers
 
 _Address = tuple[int, int, int, int]  # context, source, destination and tag of a message
@@ -111,6 +112,7 @@ class SimulatedCluster:
         seed: Seed of the compute jitter.
         faulty: True if the run has faults, such as lost workers.
         spans: Activities of all workers so far.
+        totals: Function that returns the totals (``Stats``) of a worker's last training, by rank.
         connections: Groups of connected workers, and the failures of their connections.
         size: Number of workers at the start.
     """
@@ -121,6 +123,7 @@ class SimulatedCluster:
     seed: int
     faulty: bool = False
     spans: list[Span] = field(default_factory=list)
+    totals: dict[int, Callable[[], object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.size = len(self.workers.all)
@@ -147,34 +150,30 @@ class SimulatedCluster:
             return
         self._progress[rank] = 0.0 if progress >= 1 else progress
         self._steps[rank] += progress >= 1
-        start = self.workers.kernel.now
-        seconds = self.compute.seconds(rank, step, self.seed) * (progress - before)
-        seconds *= self.compute.factor_at(rank, start)
-        try:
+        now = self.workers.kernel.now
+        seconds = self.compute.seconds(rank, step, now, self.seed) * (progress - before)
+        with self._recorded(rank, "compute", "step"):
             self.workers.sleep(seconds, f"computing step {step + 1}")
-        finally:
-            self.spans.append(Span(rank, "compute", start, self.workers.kernel.now, "step"))
 
     def wait(self, rank: int, signal: Signal, what: str) -> None:
         """Block the worker until ``signal`` fires, and record the wait."""
-        start = self.workers.kernel.now
-        try:
+        with self._recorded(rank, "wait", what):
             self.workers.wait(signal, what)
-        finally:
-            self._record_wait(rank, start, what)
 
     def idle(self, rank: int, seconds: float, what: str) -> None:
         """Let the worker wait for ``seconds``, and record the wait."""
-        start = self.workers.kernel.now
-        try:
+        with self._recorded(rank, "wait", what):
             self.workers.sleep(seconds, f"polling {what}")
-        finally:
-            self._record_wait(rank, start, what)
 
-    def _record_wait(self, rank: int, start: float, what: str) -> None:
-        # Spans show a worker's main thread, not its background activities.
-        if self.workers.kernel.now > start and not self.workers.current.background:
-            self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
+    @contextlib.contextmanager
+    def _recorded(self, rank: int, kind: Literal["compute", "wait"], what: str) -> Iterator[None]:
+        """Record what a worker does in the ``with`` block. Background activities have no spans."""
+        kernel, start = self.workers.kernel, self.workers.kernel.now
+        try:
+            yield
+        finally:
+            if kernel.now > start and not self.workers.current.background:
+                self.spans.append(Span(rank, kind, start, kernel.now, what))
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -214,14 +213,13 @@ class SimulatedCluster:
         sharing = 1 if contribution.kind == "broadcast" else group.sharing
         cards = self._cards_of_collective(ranks, sharing)
         start = max(kernel.now, *(max(card.up, card.down) for card in cards))
-        network = self.network.at(start)
         kind, size, what = contribution.kind, contribution.tensor.nbytes, contribution.what
-        end = start + network.collective_seconds(kind, size, ranks, sharing)
-        each, inside = sent_bytes(kind, size, len(ranks)), not network.crosses(ranks)
+        seconds, sent = self.network.collective_cost(kind, size, ranks, sharing, start)
+        end, inside = start + seconds, not self.network.crosses(ranks)
         for card in cards:
             card.up = card.down = end
         for rank in ranks:
-            self.spans.append(Span(rank, "transfer", start, end, what, each, each, inside))
+            self.spans.append(Span(rank, "transfer", start, end, what, sent, sent, inside))
 
         def finish() -> None:
             if operation.can_succeed:
@@ -236,18 +234,15 @@ class SimulatedCluster:
     def _cards_of_collective(self, ranks: Sequence[int], sharing: int) -> list[_NetworkCard]:
         """Return the network cards that a collective of ``ranks`` occupies.
 
-        - Without nodes of several workers: the workers' links to the switch.
-        - Inside one node: the workers' links inside the node.
-        - Between nodes: the workers' links inside their nodes, and the whole links of the nodes.
-        - Between nodes, if ``sharing`` > 1 such groups run at the same time: each worker's share of
-          the link of its node.
+        These are the links inside the nodes, and if it leaves a node, the links of the nodes. If
+        ``sharing`` > 1 such groups run at the same time, each occupies its workers' shares of the
+        links of the nodes instead.
         """
-        network = self.network
-        if network.workers_per_node == 1 or (sharing > 1 and network.crosses(ranks)):
-            return [self._cards[rank] for rank in ranks]
         inside = [self._inside[rank] for rank in ranks]
-        if not network.crosses(ranks):
+        if not self.network.crosses(ranks):
             return inside
+        if sharing > 1:
+            return [self._cards[rank] for rank in ranks]
         return [*inside, *(card for rank in ranks for card in self._node_link(rank))]
 
     def _node_link(self, rank: int) -> list[_NetworkCard]:
@@ -268,18 +263,14 @@ class SimulatedCluster:
         (global rank of the sender, global rank of the receiver, tag).
         """
         source, destination, _ = route
-        kernel, size_bytes = self.workers.kernel, tensor.nbytes
-        size = float(size_bytes)
+        kernel, size = self.workers.kernel, float(tensor.nbytes)
         inside = not self.network.crosses((source, destination))
         up, down = (
             [self._inside[rank]] if inside else self._node_link(rank)
             for rank in (source, destination)
         )
-        latency = self.network.latency_of((source, destination))
-        latency = 0.0 if source == destination else latency
         start = max(kernel.now, *(card.up for card in up))
-        network = self.network.at(start)
-        sending, receiving = network.link_seconds(size_bytes, source, destination)
+        sending, receiving, latency = self.network.message_seconds(size, source, destination, start)
         left = start + sending
         for card in up:
             card.up = left

@@ -73,9 +73,9 @@ class Connections:
 
     # -- groups ----------------------------------------------------------------------------------
 
-    def open(self, members: Sequence[int]) -> Group:
+    def open(self, members: Sequence[int], sharing: int = 1) -> Group:
         """Connect ``members`` in a new group."""
-        group = Group(tuple(members), gone=self._dead & {*members})
+        group = Group(tuple(members), sharing, gone=self._dead & {*members})
         if self.faulty:
             self._groups.append(group)
         return group
@@ -86,8 +86,7 @@ class Connections:
         The same arguments give the same object. ``context`` is that of the communicator.
         """
         if (context, members) not in self._subgroups:
-            self._subgroups[context, members] = self.open(members)
-            self._subgroups[context, members].sharing = sharing
+            self._subgroups[context, members] = self.open(members, sharing)
         return self._subgroups[context, members]
 
     def derived_context(self, context: int, key: int | tuple[int, ...]) -> int:

@@ -5,6 +5,7 @@ Faults occur at *virtual times*: times of the simulator's clock, which starts at
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from offbeat.arguments import require_integer
 from offbeat.simulate.cluster import SimulatedCluster
@@ -56,35 +57,33 @@ class Join:
 Fault = Kill | Join
 
 
-def require_faults(faults: Sequence[Fault], workers: int) -> None:
-    """Check ``faults`` for a run with ``workers`` initial workers."""
-    count = workers + sum(isinstance(fault, Join) for fault in faults)
-    for fault in faults:
-        if not isinstance(fault, Fault):
-            raise TypeError(f"faults must be Kill or Join, got {fault!r}")
-        if not isinstance(fault, Join) and fault.worker >= count:
-            raise ValueError(f"{fault!r}: there are {count} workers, counted from 0")
-
-
 def schedule(
-    faults: Sequence[Fault], cluster: SimulatedCluster, *, lost: Callable[[int], None]
+    faults: Sequence[Fault], cluster: SimulatedCluster, count: int, lost: Callable[[int], None]
 ) -> None:
     """Schedule ``faults`` in virtual time.
 
-    ``lost`` is called with the rank of a killed worker when the other workers notice the loss.
+    Args:
+        faults: The faults of the run.
+        cluster: The simulated cluster.
+        count: Number of workers, with those that join.
+        lost: Function that is called with the rank of a killed worker when the other workers notice
+            the loss.
     """
     workers, kernel = cluster.workers, cluster.workers.kernel
 
     def inject(fault: Fault) -> None:
-        match fault:
-            case Join():
-                workers.add()
-            case Kill(worker=worker, spared=spared):
-                if worker < len(workers.all) and workers.all[worker].finished_seconds is None:
-                    cluster.connections.lose(worker, spared)
-                    workers.kill(worker)
-                    end = kernel.now + NOTICE_SECONDS
-                    kernel.at(end, lambda: lost(worker), f"rank {worker} is missed")
+        if isinstance(fault, Join):
+            workers.add()
+        elif fault.worker < len(workers.all):
+            rank = fault.worker
+            if workers.all[rank].finished_seconds is None:
+                cluster.connections.lose(rank, fault.spared)
+                workers.kill(rank)
+                kernel.at(kernel.now + NOTICE_SECONDS, lambda: lost(rank), f"rank {rank} is missed")
 
     for fault in faults:
-        kernel.at(float(fault.at), lambda fault=fault: inject(fault), f"{fault!r}")  # type: ignore[misc]
+        if not isinstance(fault, Fault):
+            raise TypeError(f"faults must be Kill or Join, got {fault!r}")
+        if isinstance(fault, Kill) and fault.worker >= count:
+            raise ValueError(f"{fault!r}: there are {count} workers, counted from 0")
+        kernel.at(float(fault.at), partial(inject, fault), f"{fault!r}")

@@ -33,16 +33,10 @@ class SimulatedPromise(Promise[Any]):
 
 
 class SimulatedHost(Host):
-    """Clock and background threads of one simulated worker.
-
-    Attributes:
-        totals: One function for each training run of this worker, in order. It returns the run's
-            totals (``Stats``).
-    """
+    """Clock and background threads of one simulated worker."""
 
     def __init__(self, cluster: SimulatedCluster, rank: int) -> None:
         self._cluster, self._rank = cluster, rank
-        self.totals: list[Callable[[], object]] = []
         self._polls, self._polled_seconds, self._sleep_seconds = 0, 0.0, _SHORTEST_SLEEP_SECONDS
 
     @override
@@ -78,7 +72,7 @@ class SimulatedHost(Host):
 
     @override
     def register_totals(self, totals: Callable[[], object]) -> None:
-        self.totals.append(totals)
+        self._cluster.totals[self._rank] = totals
 
     def wait(self, signal: Signal, what: str) -> None:
         """Block this worker until ``signal`` fires."""

@@ -5,8 +5,6 @@ after a worker was lost, or when a *newcomer* wants to join. Real workers agree 
 key-value store. In a simulation, one ``MembershipService`` decides.
 """
 
-from dataclasses import dataclass
-
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError, EndedError
@@ -22,23 +20,11 @@ from offbeat.transport.membership import Membership, View
 # contexts below this number. All later views have contexts above it.
 _FIRST_CONTEXT = 1_000_000
 
-_Opened = tuple[View, SimulatedCommunicator]
-"""A view, and one worker's communicator in this view."""
 
+class _Request(Signal):
+    """A worker's request for the next view. It fires when the view begins, or with a failure."""
 
-@dataclass
-class _Waiting:
-    """A worker that waits for the next view.
-
-    Attributes:
-        signal: Fires when the next view begins, when training ends, or at the time-out.
-        opened: The next view; None if it has not begun.
-        error: Error to raise if training has ended; None otherwise.
-    """
-
-    signal: Signal
-    opened: _Opened | None = None
-    error: Exception | None = None
+    opened: SimulatedCommunicator  # of the worker in the next view, once that has begun
 
 
 class MembershipService:
@@ -59,8 +45,8 @@ class MembershipService:
         self._group = cluster.connections.open(range(cluster.size))
         self._hosts: dict[int, SimulatedHost] = {}
         self._view = 0
-        self._arrived: dict[int, _Waiting] = {}  # members that wait for the next view
-        self._joining: dict[int, _Waiting] = {}  # newcomers that wait for the next view
+        self._arrived: dict[int, _Request] = {}  # members that wait for the next view
+        self._joining: dict[int, _Request] = {}  # newcomers that wait for the next view
         self._lost: set[int] = set()
         self._boards: dict[str, LocalBoard] = {}
         self._ended = False
@@ -75,11 +61,13 @@ class MembershipService:
             CommunicationError: The newcomer was not admitted within the time-out.
         """
         if member < self.cluster.size:
-            return self._open(member, self._number + 1)[1]
-        waiting = self._joining[member] = _Waiting(Signal())
+            return self._open(member, self._number + 1)
         if self._ended:
             raise EndedError(f"worker {member} cannot join: training has ended")
-        return self._wait(waiting, member, "joining the training")[1]
+        request = self._joining[member] = _Request()
+        what = "joining the training"
+        self.cluster.connections.fail_after(request, self._timeout_seconds, what)
+        return self._wait(request, member, what)
 
     def wanted(self) -> bool:
         """Return True if another worker waits for the next view."""
@@ -87,8 +75,11 @@ class MembershipService:
         self.cluster.connections.faulty = True
         return bool(self._joining or self._arrived)
 
-    def regroup(self, member: int, view: int) -> View:
-        """Ask for the view that follows ``view``, block until it begins, and return it.
+    def regroup(self, member: int, view: int) -> SimulatedCommunicator:
+        """Ask for the view that follows ``view``, and block until it begins.
+
+        Returns:
+            The worker's communicator in the new view.
 
         Raises:
             EndedError: Training has ended.
@@ -102,7 +93,7 @@ class MembershipService:
                 f"worker {member} was left behind at view {view}: it was silent for too long, and "
                 f"the others are in view {self._view}; attach again to join them"
             )
-        waiting = self._arrived[member] = _Waiting(Signal())
+        request = self._arrived[member] = _Request()
         if len(self._arrived) == 1:
             number = self._view
             kernel.at(
@@ -111,7 +102,7 @@ class MembershipService:
                 f"view change {number + 1} times out",
             )
         self._decide_if_complete()
-        return self._wait(waiting, member, f"view {view + 1}")[0]
+        return self._wait(request, member, f"view {view + 1}")
 
     def lose(self, member: int) -> None:
         """Let view changes no longer wait for ``member``. The current view still contains it."""
@@ -123,9 +114,8 @@ class MembershipService:
     def end(self) -> None:
         """End the training. Workers that wait for a view, now or later, raise EndedError."""
         self._ended = True
-        for member, waiting in [*self._joining.items(), *self._arrived.items()]:
-            waiting.error = EndedError(f"worker {member}: training has ended")
-            waiting.signal.fire()
+        for member, request in [*self._joining.items(), *self._arrived.items()]:
+            request.fail(EndedError(f"worker {member}: training has ended"))
         self._joining.clear()
         self._arrived.clear()
 
@@ -139,20 +129,20 @@ class MembershipService:
             return
         members = tuple(sorted({*self._arrived, *self._joining}))
         self._group, self._view = self.cluster.connections.open(members), number + 1
-        waiting = self._arrived | self._joining
+        requests = self._arrived | self._joining
         self._arrived, self._joining = {}, {}
         context = _FIRST_CONTEXT + 1000 * self._number + self._view
 
         def begin() -> None:
-            for member, request in waiting.items():
+            for member, request in requests.items():
                 request.opened = self._open(member, context)
-                request.signal.fire()
+                request.fire()
 
         kernel = self.cluster.workers.kernel
         kernel.at(kernel.now + NOTICE_SECONDS, begin, f"view {number + 1} begins")
 
-    def _open(self, member: int, context: int) -> _Opened:
-        """Return the current view and its communicator for ``member``."""
+    def _open(self, member: int, context: int) -> SimulatedCommunicator:
+        """Return the communicator of ``member`` in the current view."""
         communicator = SimulatedCommunicator(
             self.cluster,
             member,
@@ -164,21 +154,16 @@ class MembershipService:
         communicator.boards = self._boards
         view = View(self._view, self._group.members, communicator)
         communicator.membership = SimulatedMembership(self, member, view)
-        return view, communicator
+        return communicator
 
-    def _wait(self, waiting: _Waiting, member: int, what: str) -> _Opened:
-        if member in self._joining:
-            self.cluster.connections.fail_after(waiting.signal, self._timeout_seconds, what)
-        self.cluster.wait(member, waiting.signal, what)
-        if waiting.error is not None:
-            raise waiting.error
-        if waiting.opened is None:
-            self._joining.pop(member, None)
-            raise CommunicationError(
-                f"worker {member}: {what} failed: no worker has answered for "
-                f"timeout_seconds={self._timeout_seconds:g}"
-            )
-        return waiting.opened
+    def _wait(self, request: _Request, member: int, what: str) -> SimulatedCommunicator:
+        self.cluster.wait(member, request, what)
+        if request.failure is None:
+            return request.opened
+        self._joining.pop(member, None)
+        if isinstance(request.failure, EndedError):
+            raise request.failure
+        raise CommunicationError(f"worker {member}: {what} failed: {request.failure}")
 
 
 class SimulatedMembership(Membership):
@@ -198,7 +183,8 @@ class SimulatedMembership(Membership):
 
     @override
     def next_view(self, *, step: int) -> View:
-        return self._service.regroup(self._member, self._view.number)
+        view: View = self._service.regroup(self._member, self._view.number).membership.view
+        return view
 
     @override
     def leave(self, *, ended: bool) -> None:

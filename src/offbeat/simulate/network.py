@@ -15,11 +15,11 @@ workers N. Adding tensors takes no time. Sources of the formulas:
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from offbeat.arguments import require_integer, require_mapping
+from offbeat.arguments import require_integer
 from offbeat.units import to_bandwidth, to_seconds
 
 NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"
@@ -29,62 +29,51 @@ CollectiveKind = Literal["reduce", "broadcast", "gather", "exchange"]
 """The kinds are, in this order: all-reduce, broadcast, all-gather, all-to-all."""
 
 
-def seconds_at(
-    kind: CollectiveKind,
-    size_bytes: float,
-    workers: int,
-    bytes_per_second: float,
-    latency_seconds: float,
-) -> float:
-    """Return the duration of a collective in which each flow has B bytes per second.
+def cost(
+    kind: CollectiveKind, size: float, workers: int, rate: float, latency: float
+) -> tuple[float, float]:
+    """Return the seconds of a collective and the mean number of bytes that a worker sends.
 
-    * All-reduce: 2(N−1)·(α + M/(N·B)). A ring does N−1 steps of reduce-scatter and N−1 steps of
-      all-gather. In each step every worker sends one N-th of the tensor.
-    * Broadcast: ⌈log₂ N⌉·(α + M/B). In each step of a binomial tree every worker that has the
-      tensor sends it to one that lacks it, until all have it.
-    * All-gather: α + (N−1)·M/B. Every worker sends its tensor to all others at the same time.
-    * All-to-all: α + (N−1)·M/(N·B). Every worker sends M/N bytes to each of the others at the same
-      time.
+    Both are 0 with one worker.
 
-    With one worker the duration is 0.
+    ==========  =======================  ===========  ============================================
+    collective  seconds                  bytes sent   messages
+    ==========  =======================  ===========  ============================================
+    all-reduce  2(N−1)·(α + M/(N·B))     2(N−1)/N·M   ring: N−1 steps of reduce-scatter and N−1 of
+                                                      all-gather, with an N-th of the tensor each
+    broadcast   ⌈log₂ N⌉·(α + M/B)       (N−1)/N·M    binomial tree: in each step every worker that
+                                                      has the tensor sends it to one that lacks it
+    all-gather  α + (N−1)·M/B            (N−1)·M      each tensor to all others at the same time
+    all-to-all  α + (N−1)·M/(N·B)        (N−1)/N·M    M/N to each of the others at the same time
+    ==========  =======================  ===========  ============================================
+
+    Args:
+        kind: Kind of the collective.
+        size: Size M of the tensor of each worker, bytes.
+        workers: Number of workers N.
+        rate: Bytes per second B of each flow (stream of data).
+        latency: Latency α, seconds.
     """
     if workers == 1:
-        return 0.0
+        return 0.0, 0.0
+    others, part = workers - 1, size / workers
     match kind:
         case "reduce":
-            chunk_bytes = size_bytes / workers
-            return 2 * (workers - 1) * (latency_seconds + chunk_bytes / bytes_per_second)
+            return 2 * others * (latency + part / rate), 2 * others / workers * size
         case "broadcast":
-            rounds = (workers - 1).bit_length()
-            return rounds * (latency_seconds + size_bytes / bytes_per_second)
+            return others.bit_length() * (latency + size / rate), others / workers * size
         case "gather":
-            return latency_seconds + (workers - 1) * size_bytes / bytes_per_second
+            return latency + others * size / rate, others * size
         case "exchange":
-            part_bytes = size_bytes / workers
-            return latency_seconds + (workers - 1) * part_bytes / bytes_per_second
+            return latency + others * part / rate, others / workers * size
 
 
-def sent_bytes(kind: CollectiveKind, size_bytes: float, workers: int) -> float:
-    """Return the bytes that a worker sends in a collective, as the mean over the workers.
-
-    These are 2(N−1)/N·M in an all-reduce, (N−1)·M in an all-gather, and (N−1)/N·M in a broadcast
-    and an all-to-all.
-    """
-    match kind:
-        case "reduce":
-            return 2 * (workers - 1) / workers * size_bytes
-        case "gather":
-            return (workers - 1) * size_bytes
-        case "broadcast" | "exchange":
-            return (workers - 1) / workers * size_bytes
-
-
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Network:
     """Workers, or nodes of several workers, on full-duplex links to one switch.
 
     Example: ``Network("5Gbit/s", latency="50us")``. A bandwidth is text or bits per second, a
-    latency is text or seconds. The attributes hold the numbers.
+    latency is text or seconds.
 
     The slowest link of its workers determines the speed of a collective.
 
@@ -95,88 +84,46 @@ class Network:
     broadcast the workers of a node share the link.
 
     Args:
-        bandwidth: Bandwidth of every link to the switch, in each direction. If ``upload`` is given,
-            only the bandwidth from the switch to the worker.
+        bandwidth: Bandwidth of every link to the switch, in each direction, or a function of the
+            number of the worker (with nodes, of the node) and of the virtual time in seconds.
+            ``lambda worker, seconds: "10Mbit/s" if worker == 3 else "1Gbit/s"`` gives worker 3 a
+            slow link. Transfers that have started keep their speed.
         latency: Latency α from the start of a message to the arrival of its first byte (≥ 0). With
             nodes, it holds for messages between nodes.
-        upload: Bandwidth from the worker to the switch; None means ``bandwidth``.
-        per_worker: Bandwidth of the links of some workers, by rank, in both directions. It replaces
-            ``bandwidth`` and ``upload``. Requires ``workers_per_node=1``.
         workers_per_node: Number of workers per node (≥ 1).
         inside: Bandwidth of each worker's link inside its node, in each direction; None means
             "100Gbit/s". Requires nodes of several workers.
         inside_latency: Latency inside a node (≥ 0); None means "10us". Requires nodes of several
             workers.
-        per_worker_changes: Values that replace those of ``per_worker``, by the virtual time (the
-            simulator's clock) from which they hold and by rank: ``{"20s": {3: "10Mbit/s"}}``.
-            Transfers that have started keep their speed. Requires ``workers_per_node=1``.
 
     Raises:
-        TypeError: An argument is neither text nor a number, or a rank is not an int.
-        ValueError: A unit is unknown, a number is out of its range, a rank is negative, or
-            arguments cannot be combined.
+        TypeError: An argument is neither text nor a number.
+        ValueError: A unit is unknown, a number is out of its range, or ``inside`` or
+            ``inside_latency`` is given without nodes.
     """
 
-    bandwidth: float
-    latency: float
-    upload: float | None
-    per_worker: dict[int, float] = field(hash=False)
-    workers_per_node: int
-    inside: float | None
-    inside_latency: float | None
-    per_worker_changes: dict[float, dict[int, float]] = field(hash=False)
+    bandwidth: str | float | Callable[[int, float], str | float]
+    latency: str | float = "100us"
+    _: KW_ONLY
+    workers_per_node: int = 1
+    inside: str | float | None = None
+    inside_latency: str | float | None = None
 
-    def __init__(
-        self,
-        bandwidth: str | float,
-        latency: str | float = "100us",
-        *,
-        upload: str | float | None = None,
-        per_worker: Mapping[int, str | float] = {},
-        workers_per_node: int = 1,
-        inside: str | float | None = None,
-        inside_latency: str | float | None = None,
-        per_worker_changes: Mapping[str | float, Mapping[int, str | float]] = {},
-    ) -> None:
-        require_integer("workers_per_node", workers_per_node, least=1)
-        inside_link = _inside_link(workers_per_node, inside, inside_latency)
-        links = _read_links("per_worker", per_worker)
-        require_mapping("per_worker_changes", per_worker_changes)
-        later = {
-            to_seconds(seconds, allow_zero=True): _read_links("per_worker_changes", bandwidths)
-            for seconds, bandwidths in per_worker_changes.items()
-        }
-        for name, given in (("per_worker", links), ("per_worker_changes", later)):
-            if given and workers_per_node > 1:
-                raise ValueError(
-                    f"{name} with workers_per_node: workers of a node share its link; leave one out"
-                )
-        values: dict[str, object] = {
-            "bandwidth": to_bandwidth(bandwidth),
-            "latency": to_seconds(latency, allow_zero=True),
-            "upload": None if upload is None else to_bandwidth(upload),
-            "per_worker": links,
-            "workers_per_node": workers_per_node,
-            "inside": None if inside_link is None else inside_link[0],
-            "inside_latency": None if inside_link is None else inside_link[1],
-            "per_worker_changes": {seconds: later[seconds] for seconds in sorted(later)},
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    def at(self, seconds: float) -> "Network":
-        """Return the network with the bandwidths that hold at virtual time ``seconds``."""
-        if not self.per_worker_changes:
-            return self
-        links = dict(self.per_worker)
-        for since, bandwidths in self.per_worker_changes.items():
-            if since <= seconds:
-                links.update(bandwidths)
-        return replace(self, per_worker=links, per_worker_changes={})
-
-    def ranks(self) -> set[int]:
-        """Return the ranks named in ``per_worker`` and ``per_worker_changes``."""
-        return {*self.per_worker}.union(*self.per_worker_changes.values())
+    def __post_init__(self) -> None:
+        require_integer("workers_per_node", self.workers_per_node, least=1)
+        numbers = {"latency": to_seconds(self.latency, allow_zero=True)}
+        if not callable(self.bandwidth):
+            numbers["bandwidth"] = to_bandwidth(self.bandwidth)
+        if self.workers_per_node > 1:
+            inside = NODE_BANDWIDTH if self.inside is None else self.inside
+            latency = NODE_LATENCY if self.inside_latency is None else self.inside_latency
+            numbers["inside"] = to_bandwidth(inside)
+            numbers["inside_latency"] = to_seconds(latency, allow_zero=True)
+        elif self.inside is not None or self.inside_latency is not None:
+            name = "inside_latency" if self.inside is None else "inside"
+            raise ValueError(f"{name} needs nodes of several workers: give workers_per_node")
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
 
     def node(self, rank: int) -> int:
         """Return the number of the node of worker ``rank``."""
@@ -186,98 +133,65 @@ class Network:
         """Return True if traffic between ``ranks`` leaves a node, or if nodes have one worker."""
         return self.workers_per_node == 1 or len({self.node(rank) for rank in ranks}) > 1
 
-    def up(self, rank: int) -> float:
-        """Return the bytes per second from worker ``rank``, or from its node, to the switch."""
-        usual = self.bandwidth if self.upload is None else self.upload
-        return self.per_worker.get(rank, usual) / 8
+    def bits_per_second(self, rank: int, now: float) -> float:
+        """Return the bandwidth of the link of worker ``rank``, or of its node, to the switch."""
+        if callable(self.bandwidth):
+            return to_bandwidth(self.bandwidth(self.node(rank), now))
+        return float(self.bandwidth)
 
-    def down(self, rank: int) -> float:
-        """Return the bytes per second from the switch to worker ``rank``, or to its node."""
-        return self.per_worker.get(rank, self.bandwidth) / 8
+    def message_seconds(
+        self, size_bytes: float, source: int, destination: int, now: float
+    ) -> tuple[float, float, float]:
+        """Return how long a message occupies the links of sender and receiver, and its latency.
 
-    def collective_bytes_per_second(
-        self, ranks: Collection[int], *, flows: int = 1, sharing: int = 1
-    ) -> float:
-        """Return B, the bytes per second of one flow (stream of data) of a collective of ``ranks``.
+        For a message of M bytes the first two are M/B with the bandwidths of the two links. All
+        three are 0 if a worker sends to itself.
+        """
+        if source == destination:
+            return 0.0, 0.0, 0.0
+        if not self.crosses((source, destination)):
+            rate, latency = self._inside
+            return size_bytes / rate, size_bytes / rate, latency
+        sending, receiving = (
+            size_bytes / (self.bits_per_second(rank, now) / 8) for rank in (source, destination)
+        )
+        return sending, receiving, float(self.latency)
+
+    def collective_cost(
+        self,
+        kind: CollectiveKind,
+        size_bytes: float,
+        ranks: Sequence[int],
+        sharing: int,
+        now: float,
+    ) -> tuple[float, float]:
+        """Return the seconds of a collective of ``ranks``, and the bytes that a worker sends.
 
         Inside one node, B is the bandwidth of the links inside. Between nodes, B is the minimum of
 
-        * the bandwidths of the links of these nodes, divided by ``flows · sharing``, and
+        * the bandwidths of the links of these nodes, divided by the number of flows (streams of
+          data) over the link of a node, and
         * the bandwidth of the links inside, if a node contains several of ``ranks``.
 
         Args:
+            kind: Kind of the collective.
+            size_bytes: Size M of the tensor of each worker, bytes.
             ranks: Ranks of the workers.
-            flows: Concurrent flows of the collective over the link of a node, in each direction.
             sharing: Number of such collectives that use the links of the nodes at the same time.
+            now: Virtual time at which the collective starts.
         """
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"a collective needs distinct ranks, got {list(ranks)}")
-        if not self.crosses(ranks):
-            return self._inside_rate
-        rates = [min(self.up(rank), self.down(rank)) / (flows * sharing) for rank in ranks]
-        if len({self.node(rank) for rank in ranks}) < len(ranks):
-            rates.append(self._inside_rate)
-        return min(rates)
-
-    def link_seconds(self, size_bytes: float, source: int, destination: int) -> tuple[float, float]:
-        """Return the seconds for which a message occupies the sender's and the receiver's link.
-
-        For a message of M bytes these times are M/up(source) and M/down(destination), without the
-        latency. Inside a node both times are M divided by the bandwidth of the links inside.
-        """
-        if source == destination:
-            return 0.0, 0.0
-        if not self.crosses((source, destination)):
-            return size_bytes / self._inside_rate, size_bytes / self._inside_rate
-        return size_bytes / self.up(source), size_bytes / self.down(destination)
+        rate, latency = self._inside
+        if self.crosses(ranks):
+            in_node = max(Counter(map(self.node, ranks)).values())
+            # A ring enters and leaves a node once, so it has one flow over the link of a node. In
+            # the other collectives each worker of a node has one.
+            flows = sharing * (1 if kind == "reduce" else in_node)
+            between = min(self.bits_per_second(rank, now) / 8 / flows for rank in ranks)
+            rate = min(between, rate) if in_node > 1 else between
+            latency = float(self.latency)
+        return cost(kind, size_bytes, len(ranks), rate, latency)
 
     @property
-    def _inside_rate(self) -> float:
-        """Bytes per second of a worker's link inside its node; infinite without nodes."""
-        return math.inf if self.inside is None else self.inside / 8
-
-    def latency_of(self, ranks: Collection[int]) -> float:
-        """Return the latency α of a message between ``ranks``, in seconds."""
-        if self.crosses(ranks) or self.inside_latency is None:
-            return self.latency
-        return self.inside_latency
-
-    def collective_seconds(
-        self, kind: CollectiveKind, size_bytes: float, ranks: Collection[int], sharing: int = 1
-    ) -> float:
-        """Return the duration of a collective of ``ranks``, in seconds.
-
-        Args:
-            kind: Kind of the collective.
-            size_bytes: Size M of the tensor of each worker.
-            ranks: Ranks of the workers.
-            sharing: Number of such collectives that use the links of the nodes at the same time.
-        """
-        # A ring enters and leaves a node once, so it has one flow over the link of a node. In the
-        # other collectives each worker of a node has one.
-        ring = kind == "reduce"
-        flows = 1 if ring else max(Counter(map(self.node, ranks)).values(), default=1)
-        rate = self.collective_bytes_per_second(ranks, flows=flows, sharing=sharing)
-        return seconds_at(kind, size_bytes, len(ranks), rate, self.latency_of(ranks))
-
-
-def _read_links(name: str, bandwidths: Mapping[int, str | float]) -> dict[int, float]:
-    require_mapping(name, bandwidths)
-    for rank in bandwidths:
-        require_integer(f"a rank in {name}", rank, least=0)
-    return {rank: to_bandwidth(bandwidths[rank]) for rank in sorted(bandwidths)}
-
-
-def _inside_link(
-    workers: int, bandwidth: str | float | None, latency: str | float | None
-) -> tuple[float, float] | None:
-    """Return bandwidth and latency inside a node; None if it has one worker."""
-    if workers == 1:
-        for name, given in (("inside", bandwidth), ("inside_latency", latency)):
-            if given is not None:
-                raise ValueError(f"{name} needs nodes of several workers: give workers_per_node")
-        return None
-    return (
-        to_bandwidth(NODE_BANDWIDTH if bandwidth is None else bandwidth),
-        to_seconds(NODE_LATENCY if latency is None else latency, allow_zero=True),
-    )
+    def _inside(self) -> tuple[float, float]:
+        """Bytes per second and latency of the links inside a node, in nodes of several workers."""
+        return float(self.inside or math.inf) / 8, float(self.inside_latency or 0.0)

@@ -8,7 +8,7 @@ group for each thread. It relies on private names of torch 2.13.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,15 +32,12 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
 
 
 class _Work(dist.Work):
-    def __init__(self, handle: Handle[Any], after: Callable[[], Any] | None = None) -> None:
+    def __init__(self, handle: Handle[Any]) -> None:
         super().__init__()
-        self._handle, self._after = handle, after
+        self._handle = handle
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._handle.wait()
-        if self._after is not None:
-            self._after()
-            self._after = None
         return True
 
     def is_completed(self) -> bool:
@@ -95,7 +92,7 @@ class SimulatedGroup(dist.ProcessGroup):
         (tensor,) = tensors
         handle = self._communicator.reduce(tensor, "dist.all_reduce", combine)
         if operation == dist.ReduceOp.AVG:
-            return _Work(handle, lambda: tensor.div_(self._communicator.size))
+            return _Work(handle.then(lambda total: total.div_(self._communicator.size)))
         return _Work(handle)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
@@ -108,13 +105,13 @@ class SimulatedGroup(dist.ProcessGroup):
         self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Start ``dist.all_gather``. ``wait`` of the returned work fills ``output_tensors``."""
-        handle = self._communicator.gather(input_tensor[0], what="dist.all_gather")
 
-        def copy() -> None:
-            for target, value in zip(output_tensors[0], handle.wait(), strict=True):
+        def copy(tensors: Sequence[Tensor]) -> None:
+            for target, value in zip(output_tensors[0], tensors, strict=True):
                 target.copy_(value)
 
-        return _Work(handle, copy)
+        gathered = self._communicator.gather(input_tensor[0], what="dist.all_gather")
+        return _Work(gathered.then(copy))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Start ``dist.barrier``."""

@@ -1,9 +1,8 @@
 """The function ``offbeat.simulate``: run a training function on simulated workers."""
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from offbeat.arguments import require_integer
 from offbeat.simulate.cluster import SimulatedCluster
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.compute import Compute
-from offbeat.simulate.faults import Fault, Join, require_faults, schedule
+from offbeat.simulate.faults import Fault, Join, schedule
 from offbeat.simulate.kernel import Kernel
 from offbeat.simulate.membership import MembershipService
 from offbeat.simulate.network import Network
@@ -62,7 +61,7 @@ def simulate(
 
     Raises:
         TypeError: An element of ``faults`` is not a fault, or ``workers`` is not an int.
-        ValueError: ``network``, ``compute`` or ``faults`` name a worker that does not exist, or
+        ValueError: ``compute`` or ``faults`` name a worker that does not exist, or
             ``workers`` is below 1 or not a multiple of the workers per node.
         RuntimeError: The process already has a ``torch.distributed`` process group.
         DeadlockError: No worker can continue. The message names the operation in which each worker
@@ -72,13 +71,10 @@ def simulate(
     require_integer("workers", workers, least=1)
     network = Network("1Gbit/s") if network is None else network
     compute = Compute() if compute is None else compute
-    require_faults(faults, workers)
     count = workers + sum(isinstance(fault, Join) for fault in faults)
-    for what, ranks in (("network", network.ranks()), ("compute", compute.ranks())):
-        if max(ranks, default=0) >= count:
-            raise ValueError(
-                f"{what} names worker {max(ranks)}, but there are {count}, counted from 0"
-            )
+    slow = 0 if callable(compute.slowdown) else max(compute.slowdown, default=0)
+    if slow >= count:
+        raise ValueError(f"compute names worker {slow}, but there are {count}, counted from 0")
     if workers % network.workers_per_node:
         raise ValueError(
             f"workers={workers} do not fill nodes of workers_per_node={network.workers_per_node}"
@@ -89,28 +85,28 @@ def simulate(
     cluster = SimulatedCluster(simulated, network, compute, seed, faulty=bool(faults))
     connections = cluster.connections
     initial = connections.open(range(workers))
-    attached: dict[int, list[SimulatedCommunicator]] = defaultdict(list)
+    trainings: Counter[int] = Counter()  # so far, by rank
     services: dict[int, MembershipService] = {}  # the key is the number of earlier trainings
 
     def lose(rank: int) -> None:
         for service in services.values():
             service.lose(rank)
 
-    schedule(faults, cluster, lost=lose)
+    schedule(faults, cluster, count, lose)
 
     with installed() as use:
 
         def run_worker(current: SimulatedWorker) -> Any:
             rank = current.rank
-            communicators = attached[rank]
 
             def make(timeout_seconds: float) -> SimulatedCommunicator:
-                number = len(communicators)
+                number = trainings[rank]
                 if number not in services:
                     limit = timeout_seconds if faults else math.inf
                     services[number] = MembershipService(cluster, number, limit)
-                communicators.append(services[number].start(rank))
-                return communicators[-1]
+                communicator = services[number].start(rank)
+                trainings[rank] += 1
+                return communicator
 
             group = initial if rank < workers else connections.open([rank])
             context = 0 if rank < workers else -1_000_000 - rank
@@ -124,9 +120,8 @@ def simulate(
 
         try:
             simulated.run(run_worker)
-            return Simulation.of(cluster, [attached[each.rank] for each in simulated.all])
+            return Simulation.of(cluster)
         finally:
             # Break a reference cycle that contains the models of the workers. They would stay in
             # memory until the next run of the garbage collector.
-            for communicator in chain.from_iterable(attached.values()):
-                communicator.host.totals.clear()
+            cluster.totals.clear()

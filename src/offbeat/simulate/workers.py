@@ -36,7 +36,6 @@ class SimulatedWorker:
         background: True for a background activity. It must not use random numbers.
         killed: True once the worker is killed.
         result: Return value of the worker's function.
-        started_seconds: Virtual time at which the worker started; 0 for a background activity.
         finished_seconds: Virtual time of the end; None before.
         waits_in: Name of the operation or computation that the worker awaits; empty while it runs.
         thread: The worker's thread; None before the start.
@@ -49,7 +48,6 @@ class SimulatedWorker:
         self.background = background
         self.killed = False
         self.result: Any = None
-        self.started_seconds = 0.0
         self.finished_seconds: float | None = None
         self.waits_in = ""
         self.thread: threading.Thread | None = None
@@ -107,14 +105,14 @@ class Workers:
             name=f"simulated worker {worker.rank}",
             daemon=True,
         )
-        self._resume_at(worker, self.kernel.now, label)
+        self._resume_soon(worker, label)
 
-    def _resume_at(self, worker: SimulatedWorker, seconds: float, label: str) -> None:
-        self.kernel.at(seconds, lambda: self._resume(worker), f"rank {worker.rank} {label}")
+    def _resume_soon(self, worker: SimulatedWorker, label: str) -> None:
+        def resume() -> None:
+            if not worker.killed:
+                self._switch_to(worker)
 
-    def _resume(self, worker: SimulatedWorker) -> None:
-        if not worker.killed:
-            self._switch_to(worker)
+        self.kernel.at(self.kernel.now, resume, f"rank {worker.rank} {label}")
 
     def _switch_to(self, worker: SimulatedWorker) -> None:
         """Let the thread of ``worker`` run until it waits or ends. Blocks until then."""
@@ -149,10 +147,8 @@ class Workers:
 
     def add(self) -> None:
         """Start another worker. Its rank is the number of workers so far."""
-        worker = SimulatedWorker(len(self.all), self._seed)
-        worker.started_seconds = self.kernel.now
-        self.all.append(worker)
-        self._start(worker, self._function, "starts")
+        self.all.append(SimulatedWorker(len(self.all), self._seed))
+        self._start(self.all[-1], self._function, "starts")
 
     def _stop(self) -> None:
         """End all threads that still run."""
@@ -215,7 +211,7 @@ class Workers:
         if signal.happened:
             return
         worker.waits_in = what
-        signal.then(lambda: self._resume_at(worker, self.kernel.now, f"continues after {what}"))
+        signal.then(lambda: self._resume_soon(worker, f"continues after {what}"))
         self._yielded.release()
         worker.turn.acquire()
         if self._stopping or worker.killed:

@@ -50,7 +50,8 @@ class SharedModel:
     Attributes:
         parts: Number of parts (≥ 1), or a function that computes it from the bytes of the trainable
             parameters. If ``fully_shard`` divides the model, these are the bytes of the worker that
-            holds most.
+            holds most. The parts have about equal bytes, and may begin inside a tensor. A tiny
+            model may have fewer parts.
         lands: Time at which a part lands.
 
             - 0: before the next local step. Workers wait for the mean.
@@ -69,10 +70,8 @@ class SharedModel:
             waits at the end of steps for messages that are about to arrive. 0: it waits only at the
             bound.
         outer: Outer step, which determines Δ.
-        error_feedback: True: the parts have about equal bytes and may begin inside a tensor, and
-            the flow measures ``squares`` of ``WorkerView``. Requires ``outer.lr`` = 1. If ``outer``
-            has momentum, the flow calls ``outer_step`` for each launch. False: the parts consist of
-            whole tensors.
+        error_feedback: True: the flow measures ``squares`` of ``WorkerView``, and if ``outer`` has
+            momentum, it calls ``outer_step`` for each launch. Requires ``outer.lr`` = 1.
         optimizer_state: True if the optimizers' state is averaged whenever the last part of the
             model lands. Requires ``lands=0``.
     """

@@ -24,8 +24,8 @@ class DiLoCo(Strategy):
     The inner optimizer is not reset. With ``outer_lr=1, outer_momentum=0`` and the other defaults
     this is local SGD.
 
-    Streaming DiLoCo: the parameters, sorted by name, are divided into F ``fragments`` of whole
-    tensors with about equal bytes. The workers *launch* (start to average) fragment f = 1 … F after
+    Streaming DiLoCo: the parameters, sorted by name, are divided into F ``fragments`` of about
+    equal bytes. The workers *launch* (start to average) fragment f = 1 … F after
     the steps ⌊f·H/F⌋, ⌊f·H/F⌋ + H, ⌊f·H/F⌋ + 2H and so on. For example, with H = 100 and F = 2,
     fragment 1 is launched after steps 50, 150, …, and fragment 2 after steps 100, 200, …. With
     ``overlap`` k a launch at step t *lands* (is applied) at step t + k. The local steps since the
@@ -37,8 +37,7 @@ class DiLoCo(Strategy):
         period: H, steps between two launches of the same fragment (≥ 1).
         outer_lr: Outer learning rate η_o > 0.
         outer_momentum: Outer momentum μ in [0, 1).
-        fragments: Number of fragments F, from 1 to ``period`` and at most the number of parameter
-            tensors.
+        fragments: Number of fragments F, from 1 to ``period``.
         overlap: Local steps k from launch to landing, from 0 to ``period`` − 1.
         optimizer_state: "average" also averages the inner optimizers' state whenever the last
             fragment lands, and requires ``overlap=0``. "local" leaves it different on each worker.
@@ -54,7 +53,7 @@ class DiLoCo(Strategy):
 
     *Differs from the papers*: Streaming DiLoCo mixes θ with the worker's model in a fixed
     proportion; here all local steps are kept. Its fragments are strided layers; here they are
-    contiguous.
+    contiguous, and may begin inside a tensor.
 
     Source: Douillard et al., "DiLoCo", arXiv 2311.08105, Algorithm 1; Douillard et al., "Streaming
     DiLoCo with overlapping communication", arXiv 2501.18512, Algorithm 2.
@@ -98,7 +97,7 @@ class DiLoCo(Strategy):
     @override
     def due(self, worker: WorkerView) -> float:
         """Return 1 if launch j = 1, 2, … is due, else 0. It is due after ⌊j·H/F⌋ steps."""
-        j, parts, period = worker.launches + 1, self.fragments, self.period
+        j, parts, period = worker.launches + 1, worker.count, self.period
         return float(worker.since_launch >= j * period // parts - (j - 1) * period // parts)
 
     @override

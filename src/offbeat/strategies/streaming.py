@@ -211,17 +211,12 @@ class StreamingAveraging(Strategy):
         state.launch_steps[part] = step
         return decay, (state.gain - 1) * (1 - decay)
 
-    @staticmethod
-    def _lr_factor(worker: WorkerView) -> float:
-        """Return 1/√G for the learning rate, with G of this worker's updates that have landed."""
-        sent, mean = worker.squares
-        if not sent > mean > 0:
-            return 1.0
-        return math.sqrt(math.sqrt(max(mean / sent, 1 / worker.size)))
-
     @override
     def after_step(self, worker: WorkerView) -> None:
-        """Shorten the next steps of SGD."""
+        """Multiply the learning rates of SGD by 1/√G, with G of this worker's landed updates."""
         worker.details.update(outer_gain=worker.state.gain)
         if self.outer_gain == "auto":
-            worker.lr_factor = self._lr_factor(worker)
+            sent, mean = worker.squares
+            worker.lr_factor = 1.0
+            if sent > mean > 0:
+                worker.lr_factor = math.sqrt(math.sqrt(max(mean / sent, 1 / worker.size)))

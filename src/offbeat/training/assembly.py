@@ -10,6 +10,7 @@
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class Components:
         self.recorder = StatsRecorder(worker, log)
         flow = flow_of(strategy, worker)
         node = self._open_node(model)
-        self.iteration = Iteration(flow, worker, self._completed, node, ddp)
+        self.iteration = Iteration(flow, worker, self._completed, node, ddp.wrappers)
         self.consensus = Consensus(worker, self.iteration, shards)
         self.state = WorkerState(
             model, self.iteration, self.consensus, self.recorder, sharded=shards is not None
@@ -154,23 +155,20 @@ class Components:
             views.record()
 
     def _hook_optimizers(self, *, adam_correction: bool) -> None:
+        sgd_factor = partial(attrgetter("flow.lr_factor"), self.iteration)
         for each in self.worker.optimizers:
-            self.hooks += hook_optimizer(each, self.iteration)
-            optimizer = each.optimizer
+            factor = None
             if adam_correction:
                 correction = AdamCorrection(self.worker, each)
-                self.hooks.append(StepFactor(optimizer, correction.factors, correction.stepped))
-            elif isinstance(optimizer, SGD):
-                self.hooks.append(StepFactor(optimizer, partial(self._sgd_factors, optimizer)))
-
-    def _sgd_factors(self, optimizer: SGD) -> list[float]:
-        """Return 1s, except under streaming averaging with an automatic outer gain."""
-        return [self.iteration.flow.lr_factor] * len(optimizer.param_groups)
+                factor = StepFactor(each.optimizer, correction.factors, correction.stepped)
+            elif isinstance(each.optimizer, SGD):
+                factor = StepFactor(each.optimizer, sgd_factor)
+            self.hooks += hook_optimizer(each, self.iteration, factor)
 
     def _completed(self, synced: bool) -> None:
         """Update the totals after an iteration. ``synced``: a mean has changed the model in it."""
         self.recorder.count_step(synced=synced)
-        self.consensus.step_ended()
+        self.consensus.note_parameters()
         self.unfinished.steps += 1
 
     # -- end -------------------------------------------------------------------------------------

@@ -69,11 +69,6 @@ class Consensus:
 
     # -- changes outside of a step ---------------------------------------------------------------
 
-    def step_ended(self) -> None:
-        """Handle the end of a training step."""
-        self.ended = False
-        self.note_parameters()
-
     def note_start(self) -> None:
         """Handle a model from which training starts or continues, equal on all workers."""
         self._iteration.loaded = False
@@ -81,32 +76,24 @@ class Consensus:
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Store the parameters' version counters, which torch increments at each write."""
-        self._worker.touched = False
+        """Note that the model is the local one, and the version counters of its parameters.
+
+        Torch increments a counter at each write. Called at the end of each step, and when the model
+        was replaced.
+        """
+        self._worker.touched = self.ended = False
         self._versions = self._worker.replica.versions()
 
-    def check_parameters(self, what: str, *, finishing: bool = False) -> None:
+    def check_parameters(self) -> None:
         """Set ``worker.touched``: True if the parameters changed since ``note_parameters``.
 
         For example, schedule-free optimizers change the parameters in ``eval()`` and ``train()``.
         A worker without new steps usually has weight 0 in the mean. With ``touched`` it has its
         full weight, so that the mean contains the change.
 
-        Raises:
-            AttachError: a parameter of the model was replaced by another one. Or
-                ``load_state_dict`` has changed the model. If ``finishing``, this only causes a
-                warning, because the final mean replaces the model. ``what`` names the caller.
+        Raises AttachError if a parameter of the model was replaced by another one.
         """
-        self._require_own_parameters()
-        try:
-            self._iteration.require_known(what)
-        except AttachError as error:
-            if not finishing:
-                raise
-            logger.warning("%s", error)
         self._worker.touched = self._versions != self._worker.replica.versions()
-
-    def _require_own_parameters(self) -> None:
         replaced = self._worker.replica.replaced()
         if replaced:
             raise AttachError(
@@ -216,6 +203,12 @@ class Consensus:
 
     def finish(self, also: Replica) -> None:
         """Replace the model and ``also`` by the mean permanently. A collective."""
+        if self._iteration.loaded:
+            logger.warning(
+                "rank %d: finish() after model.load_state_dict() replaces the loaded values by the "
+                "mean of the workers: load after finish()",
+                self._worker.rank,
+            )
         self._comparison.warn_if_not_counted()
         local = also.snapshot()
         try:

@@ -33,6 +33,10 @@ class DDPSuppressor:
     ``model`` is what the user has given to ``attach``: a wrapper, a model that contains wrappers,
     or a plain model.
 
+    Attributes:
+        wrappers: The wrappers. Frameworks accumulate gradients inside ``no_sync`` of a wrapper. Its
+            ``require_backward_grad_sync`` is then False.
+
     Raises:
         AttachError: a wrapper cannot be switched off, or averages over other workers than
             ``group``, that of ``attach``.
@@ -40,15 +44,15 @@ class DDPSuppressor:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | Transport | None) -> None:
         self._hooks: list[RemovableHandle] = []
-        self._wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        self.wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if hasattr(world, "make_communicator"):  # a simulated group, in which DDP sends nothing
             return
         attach_group = group if isinstance(group, dist.ProcessGroup) else world
         # Check all wrappers first: an error must leave every wrapper active.
-        for wrapper in self._wrappers:
+        for wrapper in self.wrappers:
             _require_suppressible(wrapper, dist.get_process_group_ranks(attach_group))
-        for wrapper in self._wrappers:
+        for wrapper in self.wrappers:
             self._suppress(wrapper)
 
     def _suppress(self, wrapper: DistributedDataParallel) -> None:
@@ -58,18 +62,14 @@ class DDPSuppressor:
         self._hooks.append(wrapper.register_forward_pre_hook(_switch_off, prepend=True))
         self._hooks.append(wrapper.register_forward_hook(_switch_on, always_call=True))
 
-    @property
-    def in_no_sync(self) -> bool:
-        """True inside ``no_sync`` of a wrapper, which frameworks use to accumulate gradients."""
-        return not all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
-
     def remove(self) -> None:
         """Switch the wrappers on again."""
         for hook in self._hooks:
             hook.remove()
-        for wrapper in self._wrappers:
+        for wrapper in self.wrappers:
             wrapper.require_forward_param_sync = True
-        self._hooks, self._wrappers = [], []
+        self._hooks.clear()
+        self.wrappers.clear()
 
 
 def _switch_off(wrapper: DistributedDataParallel, args: object) -> None:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from offbeat.averaging import AttachedOptimizer
 from offbeat.errors import AttachError
 from offbeat.training.iteration import Iteration
+from offbeat.training.learning_rate.step_factor import StepFactor
 from offbeat.training.optimizers import enable_step_hooks, inner_optimizers
 
 
@@ -19,40 +20,47 @@ class Removable(Protocol):
         """Undo the change."""
 
 
-def hook_optimizer(attached: AttachedOptimizer, iteration: Iteration) -> list[Removable]:
+def hook_optimizer(
+    attached: AttachedOptimizer, iteration: Iteration, factor: StepFactor | None
+) -> list[Removable]:
     """Call ``iteration.before_step`` before and ``iteration.complete`` after every optimizer step.
 
-    In a step with a closure, ``before_step`` is called after the closure. The hooks raise an
-    AttachError if the optimizer does not call its closure exactly once in a step, or if it contains
-    an inner optimizer that steps outside of ``optimizer.step``.
+    ``factor`` changes the learning rates during the step. In a step with a closure, ``before_step``
+    is called after the closure. The hooks raise an AttachError if the optimizer does not call its
+    closure exactly once in a step, or if it contains an inner optimizer that steps outside of
+    ``optimizer.step``.
     """
     optimizer, index = attached.optimizer, attached.index
     in_step = uncalled = False
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
         nonlocal in_step, uncalled
-        in_step, uncalled = True, False
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        in_step, uncalled, changed = True, closure is not None, None
         if closure is None:
             iteration.before_step(index)
-            return None
-        called, uncalled = False, True
+        elif len(args) > 1:
+            changed = (args[0], called_once(closure), *args[2:]), kwargs
+        else:
+            changed = args, {**kwargs, "closure": called_once(closure)}
+        if factor is not None:
+            factor.apply()
+        return changed
 
+    def called_once(closure: Callable[[], Any]) -> Callable[[], Any]:
         def once() -> Any:
-            nonlocal called, uncalled
-            if called:
+            nonlocal uncalled
+            if not uncalled:
                 raise AttachError(
                     f"{type(optimizer).__name__} calls its closure more than once a step, "
                     "which cannot be synchronized; call it outside of step()"
                 )
-            called, uncalled = True, False
+            uncalled = False
             loss = closure()
             iteration.before_step(index)
             return loss
 
-        if len(args) > 1:
-            return (args[0], once, *args[2:]), kwargs
-        return args, {**kwargs, "closure": once}
+        return once
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal in_step
@@ -80,6 +88,7 @@ def hook_optimizer(attached: AttachedOptimizer, iteration: Iteration) -> list[Re
     untraced: Callable[[Any], Any] = torch.compiler.disable
     enable_step_hooks(optimizer)
     return [
+        *([] if factor is None else [factor]),
         optimizer.register_step_pre_hook(untraced(before)),
         optimizer.register_step_post_hook(untraced(after)),
         *(

@@ -11,10 +11,11 @@ that runs the strategy.
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.averaging import AttachedOptimizer, Flow, Worker
 from offbeat.averaging.votes import Round
@@ -22,8 +23,12 @@ from offbeat.errors import AttachError, CommunicationError
 from offbeat.nodes.gradients import NodeBuffers
 from offbeat.nodes.shards import unsharded
 from offbeat.training.backward_hooks import BackwardHooks
-from offbeat.training.ddp import DDPSuppressor
 from offbeat.training.guard import Guard
+
+# Functions without a Python frame, for every step:
+_parameters_of = operator.itemgetter("params")
+_trains = operator.attrgetter("requires_grad")
+_synchronizes = operator.attrgetter("require_backward_grad_sync")
 
 
 class Recovery(Protocol):
@@ -40,18 +45,6 @@ class Recovery(Protocol):
         """
 
 
-def _holds(optimizer: Optimizer, known: Sequence[Sequence[Tensor]]) -> bool:
-    """Return True if the optimizer's parameter groups hold exactly the ``known`` parameters."""
-    groups = optimizer.param_groups
-    if len(groups) != len(known):
-        return False
-    for group, parameters in zip(groups, known, strict=True):
-        held = group["params"]
-        if len(held) != len(parameters) or not all(map(operator.is_, held, parameters)):
-            return False
-    return True
-
-
 class Iteration:
     """Tracks the current iteration of one worker.
 
@@ -60,7 +53,7 @@ class Iteration:
         worker: This worker.
         completed: Called after each iteration, with True if the workers synchronized in it.
         node: Averages inside the node. None: this worker is a node by itself.
-        ddp: The DistributedDataParallel wrappers of the model.
+        wrappers: The DistributedDataParallel wrappers of the model.
 
     Attributes:
         active: False once training has ended. The hooks then do nothing.
@@ -76,9 +69,9 @@ class Iteration:
         worker: Worker,
         completed: Callable[[bool], None],
         node: NodeBuffers | None,
-        ddp: DDPSuppressor,
+        wrappers: Sequence[DistributedDataParallel],
     ) -> None:
-        self.flow, self._worker, self.node, self._ddp = flow, worker, node, ddp
+        self.flow, self._worker, self.node, self._wrappers = flow, worker, node, wrappers
         self._completed = completed
         self.loaded = False
         self.active = True
@@ -97,12 +90,14 @@ class Iteration:
         self._synced = False  # True if the workers synchronized before a step of this iteration
         self._skipped = True  # False once an optimizer has really stepped in this iteration
         self._last_order = [each.index for each in worker.optimizers]
-        self._groups: list[list[list[Tensor]]] = [
-            [list(group["params"]) for group in each.optimizer.param_groups]
+        self._held: list[list[Tensor]] = [  # parameters of each optimizer
+            [*chain.from_iterable(map(_parameters_of, each.optimizer.param_groups))]
             for each in worker.optimizers
         ]
-        parameters = [p for groups in self._groups for group in groups for p in group]
-        self._frozen = [p for p in parameters if not p.requires_grad]
+        self._frozen = [p for held in self._held for p in held if not p.requires_grad]
+        self._smallest_first = [
+            sorted(map(unsharded, each.parameters), key=Tensor.numel) for each in worker.optimizers
+        ]
         self._forbidden = ""  # inside ``forbid_steps``: its argument, e.g. "consensus()"
         self._backward: BackwardHooks | None = None
 
@@ -126,7 +121,9 @@ class Iteration:
     @property
     def accumulates(self) -> bool:
         """True if backward passes only add to the gradients, for example inside ``no_sync``."""
-        return bool(self._no_sync or self._forbidden) or not self.active or self._ddp.in_no_sync
+        if self._no_sync or self._forbidden or not self.active:
+            return True
+        return not all(map(_synchronizes, self._wrappers))  # inside no_sync() of DDP
 
     def computed(self, progress: float) -> None:
         """Let a simulated clock advance. ``progress`` is 1 at the end of the last backward pass.
@@ -183,14 +180,15 @@ class Iteration:
     def receive(self, index: int) -> None:
         """Average or measure the gradients of optimizer ``index``, unless backward has done so.
 
-        The training loop may have set them without ``backward()``.
-
-        Raises AttachError if the model is the consensus.
+        The training loop may have set them without ``backward()``. If gradients are neither
+        averaged nor measured, this only raises AttachError if the model is the consensus.
         """
         if not self.active:
             return
         self.require_own_model("a training step")
-        if self._backward is not None and self._backward.unfinished:
+        if self._backward is None:
+            return
+        if self._backward.unfinished:
             raise AttachError(
                 "all gradients were computed inside the backward of a custom function, so they "
                 "were not averaged: give torch.utils.checkpoint use_reentrant=False"
@@ -210,13 +208,17 @@ class Iteration:
         """
         if not self.active:
             return
-        self.receive(index)
+        if self._backward is not None:
+            self.receive(index)
         if self.accumulates:
+            self.require_own_model("a training step")
             raise AttachError(
                 "optimizer.step() inside no_sync(): the gradients were not averaged; leave the "
                 "context before the last backward pass of each step"
             )
         if index not in self._prepared:
+            if self._backward is None:
+                self._require_trainable(index)
             self._prepare(index)
 
     def _receive(self, index: int) -> None:
@@ -246,9 +248,10 @@ class Iteration:
 
     def _gradient(self, index: int) -> Tensor | None:
         """Return the gradient tensor of the smallest parameter that has one."""
-        parameters = map(unsharded, self._worker.optimizers[index].parameters)
-        with_gradient = [p for p in parameters if p.grad is not None]
-        return min(with_gradient, key=lambda p: p.numel()).grad if with_gradient else None
+        for parameter in self._smallest_first[index]:
+            if parameter.grad is not None:
+                return parameter.grad
+        return None
 
     def _replaced(self, index: int) -> bool:
         """Return True if the training loop has replaced the gradients since ``_receive``.
@@ -260,17 +263,19 @@ class Iteration:
     def _require_trainable(self, index: int) -> None:
         """Raise AttachError if a step of optimizer ``index`` would be wrong.
 
-        It has other parameters than at ``attach``, a frozen parameter became trainable, the model
-        is the consensus, or ``loaded`` is set.
+        It has other parameters than at ``attach``, or a frozen parameter became trainable, or
+        ``loaded`` is set.
         """
-        self.require_own_model("a training step")
-        self.require_known("a training step")
-        if not _holds(self._worker.optimizers[index].optimizer, self._groups[index]):
+        if self.loaded:
+            self.require_known("a training step")
+        known, groups = self._held[index], self._worker.optimizers[index].optimizer.param_groups
+        held = [*chain.from_iterable(map(_parameters_of, groups))]
+        if len(held) != len(known) or not all(map(operator.is_, held, known)):
             raise AttachError(
                 "parameters were added to the optimizer, removed or replaced after attach(): "
                 "detach() and attach again so that all workers agree on what is averaged"
             )
-        if self._frozen and any(p.requires_grad for p in self._frozen):
+        if any(map(_trains, self._frozen)):
             raise AttachError(
                 "parameters that were frozen at attach() no longer are, and would not be averaged: "
                 "detach() and attach again"
@@ -279,41 +284,41 @@ class Iteration:
     def _prepare(self, index: int) -> None:
         """Pass the gradients of optimizer ``index`` to the flow. May block."""
         worker, again = self._worker, index in self._prepared
+        optimizer = worker.optimizers[index]
         with self.guard:
+            if not self._computed:
+                self._host.computed(1.0)  # a simulation may end here
+                self._computed = True
             self._order.append(index)
             last = len({*self._stepped, *self._prepared, index}) == len(worker.optimizers)
             worker.step += last and not again
-            synced = self._gradients_ready(worker.optimizers[index], last=last, again=again)
+            if self.recover is None:
+                synced = self.flow.gradients_ready(optimizer, last=last and not again)
+            else:
+                synced = self._elastic_gradients_ready(optimizer, last=last, again=again)
             self._synced = self._synced or synced
         self._prepared.add(index)  # not earlier: after a failure, the next call must fail, too
 
-    def _gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool, again: bool) -> bool:
+    def _elastic_gradients_ready(
+        self, optimizer: AttachedOptimizer, *, last: bool, again: bool
+    ) -> bool:
+        """Call the flow's ``gradients_ready``. After a failure, begin the next view and retry."""
+        assert self.recover is not None
+        worker = self._worker
         while True:
             try:
                 if self._failure is not None:
                     raise self._failure
-                if self.recover is not None:
-                    self.recover.require_current_view()
+                self.recover.require_current_view()
                 return self.flow.gradients_ready(optimizer, last=last and not again)
             except CommunicationError as error:
-                if self.recover is None:
-                    raise
-                if self._recover_before_step(error, optimizer, last=last):
-                    return True
-
-    def _recover_before_step(
-        self, error: CommunicationError, optimizer: AttachedOptimizer, *, last: bool
-    ) -> bool:
-        """Begin the next view. Returns True if this worker must skip the current step."""
-        assert self.recover is not None
-        worker = self._worker
-        worker.step -= last  # without this step, because the next view begins before it
-        skip = self.recover(error)
-        worker.step += last
-        if skip:
-            for parameter in optimizer.parameters:
-                parameter.grad = None  # the optimizer does not change a parameter without gradient
-        return skip
+                worker.step -= last  # without this step, because the next view begins before it
+                skip = self.recover(error)
+                worker.step += last
+            if skip:  # the optimizer does not change a parameter without gradient
+                for parameter in optimizer.parameters:
+                    parameter.grad = None
+                return True
 
     def complete(self, index: int, *, skipped: bool = False) -> None:
         """Report a step of optimizer ``index`` to the flow. The last optimizer ends the iteration.

@@ -16,7 +16,6 @@ from offbeat.errors import AttachError
 # Attributes in which wrappers hold their optimizer. "optimizer": Accelerate, Lightning, Fabric.
 # "original_optimizer": Opacus.
 _WRAPPED = ("optimizer", "original_optimizer")
-_HOOKS = "_optimizer_step_pre_hooks"  # attribute that Optimizer.__init__ creates
 _COMMUNICATING = ("torch.distributed.optim", "opacus.optimizers.ddp", "deepspeed.runtime")
 
 
@@ -32,13 +31,13 @@ def unwrapped_optimizer(given: object) -> Optimizer:
         )
         if inner is None:
             break
-        hooks = getattr(given, _HOOKS, None)
-        if hooks is not None and hooks is not getattr(inner, _HOOKS, None):
+        hooks = _step_hooks(given)
+        if hooks is not None and hooks is not _step_hooks(inner):
             break  # `given` has separate hooks
         given = inner
     if not isinstance(given, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {given!r}")
-    if not hasattr(given, _HOOKS):
+    if _step_hooks(given) is None:
         raise AttachError(
             f"the step hooks of this {type(given).__name__} do not work (it does not call "
             "Optimizer.__init__): attach the optimizer inside it"
@@ -49,6 +48,16 @@ def unwrapped_optimizer(given: object) -> Optimizer:
 def _attribute(thing: object, name: str) -> object:
     with contextlib.suppress(Exception):  # a property may raise any exception
         return getattr(thing, name, None)
+    return None
+
+
+def _step_hooks(optimizer: object) -> object | None:
+    """Return the dictionary of the step hooks, which ``Optimizer.__init__`` creates, or None."""
+    with contextlib.suppress(AttributeError):
+        handle = optimizer.register_step_pre_hook(lambda *_: None)  # type: ignore[attr-defined]
+        handle.remove()
+        hooks: object = handle.hooks_dict_ref()
+        return hooks
     return None
 
 
@@ -97,6 +106,6 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
         value
         for value in vars(optimizer).values()
         if isinstance(value, Optimizer)
-        and hasattr(value, _HOOKS)
+        and _step_hooks(value) is not None
         and any(id(p) in own for group in value.param_groups for p in group["params"])
     ]

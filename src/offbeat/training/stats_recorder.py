@@ -52,20 +52,21 @@ class StatsRecorder:
 
         ``synced`` is True if a mean of models or gradients took effect in this step.
         """
-        stats, worker = self.stats, self._worker
-        start, before = self._clock, self._counted
-        self.restart()
-        waited, sent = self._counted[0] - before[0], self._counted[1] - before[1]
-        computed = max(0.0, self._clock - start - waited)
+        stats, worker, account = self.stats, self._worker, self._account
+        now, counted = self._host.now(), (account.wait_seconds, account.payload_bytes)
+        waited, sent = counted[0] - self._counted[0], counted[1] - self._counted[1]
+        computed = max(0.0, now - self._clock - waited)
+        self._clock, self._counted = now, counted
         stats.steps += 1
         stats.syncs += synced
         stats.wait_seconds += waited
         stats.compute_seconds += computed
         stats.payload_bytes += sent
-        strategy_values, worker.record = worker.record, {}
-        decision = "sync" if synced else "local"
-        values = stats.steps, self._member, decision, computed, waited, sent
-        self._records.write(*values, more=strategy_values)
+        if self._records.sinks:
+            decision = "sync" if synced else "local"
+            values = stats.steps, self._member, decision, computed, waited, sent
+            self._records.write(*values, more=worker.record)
+        worker.record = {}
 
     def count_remainder(self) -> None:
         """Add waiting time and bytes since the last step to the totals, when training ends."""

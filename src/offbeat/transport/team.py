@@ -61,6 +61,7 @@ class Team:
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
         stages: Starts the second stages of sums of the current view, in background threads.
         movers: Moves the shared model by sums that have arrived, in other background threads.
+        host: Clock and background threads of this worker.
         account: Bytes sent and time waited in all views.
         membership: Interface for agreeing on the next view; None if the training is not elastic.
     """
@@ -85,6 +86,7 @@ class Team:
         self.membership: Membership | None = view.communicator.membership
         self.communicator = view.communicator
         self.communicator.account = self.account
+        self.host: Host = view.communicator.host
         self.stages = Stages(view.communicator, "second stages of sums")
         self.movers = Stages(view.communicator, "landings of parts")
 
@@ -120,11 +122,6 @@ class Team:
     def everyone(self) -> Communicator:
         """Communicator between all processes of all nodes; without nodes, between all workers."""
         return self.communicator if self.node is None else self.node.everyone
-
-    @property
-    def host(self) -> Host:
-        """Clock and background threads of this worker."""
-        return self.communicator.host
 
     @property
     def sharded(self) -> bool:

@@ -11,7 +11,14 @@ from pathlib import Path
 import typer
 
 from offbeat import Network
-from offbeat.extend import console, print_narrow_table, require_integer, show_seconds, to_seconds
+from offbeat.extend import (
+    console,
+    print_narrow_table,
+    require_integer,
+    show_seconds,
+    to_bandwidth,
+    to_seconds,
+)
 from offbeat_lab import compare as comparison
 from offbeat_lab import report
 from offbeat_lab.cli.checks import (
@@ -33,7 +40,7 @@ from offbeat_lab.job import Job, refuse
 from offbeat_lab.launch.runners import Runner, VirtualCluster
 from offbeat_lab.methods.registry import is_ideal, require_virtual
 from offbeat_lab.results import Result, writing
-from offbeat_lab.scenario import Scenario
+from offbeat_lab.scenario import Scenario, value_at
 from offbeat_lab.timing.padding import STRAGGLERS_NEED_STEP_TIME
 from offbeat_lab.timing.step_time import measure_recipe
 from offbeat_lab.train import planned_times
@@ -192,19 +199,24 @@ def _check_real(job: Job, options: CompareOptions) -> None:
 
 
 def _virtual_cluster(job: Job, options: CompareOptions) -> VirtualCluster:
-    scenario = Scenario.from_json(job.scenario)
+    usual = to_bandwidth("1Gbit/s" if options.bandwidth is None else options.bandwidth)
+    changes = Scenario.from_json(job.scenario).bandwidths(job.workers)
+    if changes and job.workers_per_node > 1:
+        raise ValueError(
+            f"--scenario {options.scenario} changes bandwidths, but the workers of a node share "
+            "its link: leave out --workers-per-node"
+        )
     network = Network(
-        "1Gbit/s" if options.bandwidth is None else options.bandwidth,
+        (lambda rank, now: value_at(changes, rank, now, usual)) if changes else usual,
         latency=USUAL_LATENCY if options.latency is None else options.latency,
         workers_per_node=job.workers_per_node,
         inside=options.inside,
         inside_latency=options.inside_latency,
-        per_worker_changes=scenario.bandwidths(job.workers),
     )
     # Created before the slow measurement of the step time: the constructor finds mistakes.
     compute = planned_times(job, "1s" if options.step_time is None else options.step_time)
     if options.step_time is None:
-        compute = replace(compute, step=_measured_step(job))
+        compute = planned_times(job, _measured_step(job))
     return VirtualCluster(network, compute)
 
 

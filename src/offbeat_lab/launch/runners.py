@@ -202,13 +202,14 @@ class VirtualCluster(Runner):
     machine = "virtual time"
 
     def __str__(self) -> str:
-        rate, latency = show_bandwidth(8 * self.network.up(0)), self.network.latency
-        step, inside, late = self.compute.step, self.network.inside, self.network.inside_latency
-        nodes = ""
-        if inside is not None and late is not None:
-            within = f"{show_bandwidth(inside)}, {show_seconds(late)} latency"
-            nodes = f" between nodes of {self.network.workers_per_node} ({within})"
-        return f"{rate}{nodes}, {show_seconds(latency)} latency, {show_seconds(step)} a step"
+        network, nodes = self.network, ""
+        if network.inside is not None and network.inside_latency is not None:
+            within = show_bandwidth(float(network.inside))
+            within += f", {show_seconds(float(network.inside_latency))} latency"
+            nodes = f" between nodes of {network.workers_per_node} ({within})"
+        rate = show_bandwidth(network.bits_per_second(0, 0.0))
+        latency, step = (show_seconds(float(each)) for each in (network.latency, self.compute.step))
+        return f"{rate}{nodes}, {latency} latency, {step} a step"
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:

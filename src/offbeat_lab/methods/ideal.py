@@ -181,6 +181,5 @@ def summed_speeds(
         heapq.heappop(ends)
         lengths.pop(rank, None)
         if now < processes[rank].end:
-            factor = compute.factor_at(rank, now)
-            lengths[rank] = compute.seconds(rank, step + 1, seed) * factor
+            lengths[rank] = compute.seconds(rank, step + 1, now, seed)
             heapq.heappush(ends, (min(now + lengths[rank], processes[rank].end), rank, step + 1))

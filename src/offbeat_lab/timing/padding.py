@@ -23,8 +23,8 @@ class PaddedLoss:
     """A task's loss function that sleeps, so that each step takes a planned time to compute.
 
     The planned time of a step is that of the simulator: ``Compute.seconds``, which depends only on
-    the rank, the number of the step and the seed, times ``Compute.factor_at``. The worker sleeps
-    after the forward pass, before a gradient can be sent:
+    the rank, the number of the step, the time and the seed. The worker sleeps after the forward
+    pass, before a gradient can be sent:
 
         sleep = planned time − forward time − r · mean forward time
 
@@ -35,7 +35,7 @@ class PaddedLoss:
 
     Args:
         task: Task with the original loss function.
-        compute: Compute times. Its ``changes`` count from the first step of the first worker.
+        compute: Compute times. Its time counts from the first step of the first worker.
         rank: Rank of this worker in ``compute``.
         seed: Seed of the jitter.
 
@@ -87,8 +87,8 @@ class PaddedLoss:
             return loss
         if self._began is None:
             self._began = start
-        planned = self._compute.seconds(self._rank, self.steps, self._seed)
-        planned *= self._compute.factor_at(self._rank, start - self._began)
+        elapsed = start - self._began
+        planned = self._compute.seconds(self._rank, self.steps, elapsed, self._seed)
         self.steps += 1
         self.planned_seconds += planned
         self._forward += _NEWEST * (forward - self._forward)

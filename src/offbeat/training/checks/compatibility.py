@@ -29,6 +29,7 @@ _DIVIDED = (
     "every worker must hold the whole model, or its node with node_group and fully_shard; attach "
     "it without FSDP and without tensor parallelism"
 )
+_RUN = "; where OFFBEAT_STORE sets it, as under offbeat run, start the script with torchrun"
 
 
 # -- strategy and options --------------------------------------------------------------------------
@@ -70,6 +71,7 @@ def require_abilities(
                     f"{option} with {strategy}: baselines to compare with, and strategies with a "
                     "flow of their own, train with exact messages, a fixed number of workers and "
                     "one worker per node; leave it out, or use a strategy to train with"
+                    + (_RUN if option == "min_workers" else "")
                 )
         return
     if adam_correction and isinstance(averages, Gradients):
@@ -80,13 +82,13 @@ def require_abilities(
     if elastic and nodes:
         raise AttachError(
             "min_workers with node_group: a node cannot continue without one of its workers; leave "
-            "one of them out"
+            f"one of them out{_RUN}"
         )
     if isinstance(averages, Gradients):
         if elastic and optimizers > 1:
             raise AttachError(
                 f"min_workers with {strategy} and several optimizers, whose gradients are averaged "
-                "one after the other: use one optimizer"
+                f"one after the other: use one optimizer, or leave it out{_RUN}"
             )
     elif sharded and averages.optimizer_state:
         raise AttachError(

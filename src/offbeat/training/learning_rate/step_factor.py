@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 
 class StepFactor:
@@ -21,27 +22,30 @@ class StepFactor:
 
     Args:
         optimizer: The optimizer.
-        factors: Returns the factor (> 0) of each parameter group for the next step.
-        stepped: Called at the end of each step.
+        factors: Returns the factors (> 0) for the next step: one for each parameter group, or one
+            number for all of them.
+        stepped: Called at the end of each step. None: not called.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        factors: Callable[[], list[float]],
-        stepped: Callable[[], object] = lambda: None,
+        factors: Callable[[], list[float] | float],
+        stepped: Callable[[], object] | None = None,
     ) -> None:
-        self._factors, self._stepped = factors, stepped
-        self._changed: list[tuple[dict[str, Any], str, Any]] = []  # group, name, value before
+        self._optimizer, self._factors, self._stepped = optimizer, factors, stepped
+        # Each parameter group, with the values before the step. Empty outside of steps.
+        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._hooks: list[RemovableHandle] = []  # added before the first factor that is not 1
+
+    def _add_hooks(self) -> None:
         untraced: Any = torch.compiler.disable  # a compiled step would contain the hooks
-        self._hooks = [
-            optimizer.register_step_pre_hook(untraced(self._before)),
-            optimizer.register_step_post_hook(untraced(self._after)),
-            optimizer.register_state_dict_post_hook(self._without_factors),
-        ]
+        after = self._optimizer.register_step_post_hook(untraced(self._after))
         # Before all other hooks: a scheduler in a hook, or a sink, must not see changed rates.
-        hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
-        hooks.move_to_end(self._hooks[1].id, last=False)
+        hooks: Any = after.hooks_dict_ref()  # an OrderedDict
+        hooks.move_to_end(after.id, last=False)
+        saved = self._optimizer.register_state_dict_post_hook(self._without_factors)
+        self._hooks = [after, saved]
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -49,30 +53,36 @@ class StepFactor:
             hook.remove()
         self._restore()
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()  # an earlier step has failed, or this step runs inside another one
-        for group, factor in zip(optimizer.param_groups, self._factors(), strict=True):
-            self._multiply(group, "lr", factor)
+    def apply(self) -> None:
+        """Multiply the learning rates until the end of the step that begins now."""
+        if self._saved:  # an earlier step has failed, or this step runs inside another one
+            self._restore()
+        factors, groups = self._factors(), self._optimizer.param_groups
+        if factors == 1:
+            return
+        if not self._hooks:
+            self._add_hooks()
+        each = factors if isinstance(factors, list) else [factors] * len(groups)
+        for group, factor in zip(groups, each, strict=True):
+            # Not in place: by default all groups share the tensor of a learning rate.
+            changed = {"lr": group["lr"] * factor}
             if group.get("decoupled_weight_decay"):
-                self._multiply(group, "weight_decay", 1 / factor)
+                changed["weight_decay"] = group["weight_decay"] * (1 / factor)
+            self._saved.append((group, {name: group[name] for name in changed}))
+            group.update(changed)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()
-        self._stepped()
+        if self._saved:
+            self._restore()
+        if self._stepped is not None:
+            self._stepped()
+
+    def _restore(self) -> None:
+        for group, values in self._saved:
+            group.update(values)
+        self._saved.clear()
 
     def _without_factors(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Restore the values in a state, which a worker that joins may get inside ``step()``."""
-        for changed, name, value in self._changed:
-            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-                if group is changed:
-                    saved[name] = value
-
-    def _multiply(self, group: dict[str, Any], name: str, factor: float) -> None:
-        # Not in place: by default all groups share the tensor of a learning rate.
-        self._changed.append((group, name, group[name]))
-        group[name] = group[name] * factor
-
-    def _restore(self) -> None:
-        for group, name, value in self._changed:
-            group[name] = value
-        self._changed.clear()
+        for (_, values), group in zip(self._saved, state["param_groups"], strict=False):
+            group.update(values)
