@@ -20,7 +20,7 @@ MILLIONS = 8
 def round_all(codec: Codec, x: Tensor, rows: Tensor) -> None:
     """Quantize piece after piece from a copy, as a launch does."""
     scratch = torch.empty(PIECE_BLOCKS * BLOCK)
-    for some_rows, numbers in pieces(len(rows)):
+    for some_rows, numbers in pieces(rows):
         values = scratch[: len(rows[some_rows]) * BLOCK]
         values.copy_(x[numbers])
         codec.encode(values, rows[some_rows], keep_error=False)
@@ -39,7 +39,7 @@ def codecs(repetitions: int) -> list[Result]:
             f"{precision}: round": lambda c=made, p=payload: round_all(c, x, p),
             f"{precision}: encode": lambda c=made, p=payload: c.encode(errors.copy_(x), p),
             f"{precision}: decode": lambda c=made, p=payload: c.decode(p, out),
-            f"{precision}: add": lambda c=made, p=payload: c.add(p, out),
+            f"{precision}: add": lambda c=made, p=payload: c.decode(p, out, add=True),
         }
     seconds = interleave(functions, repetitions)
     config = {"elements": elements, "repetitions": repetitions, "threads": 1}

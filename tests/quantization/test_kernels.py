@@ -6,6 +6,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from offbeat.quantization import kernels
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.kernels import BLOCK
 from problems import flat, make_wide, wide_step
+from quantization.rounding import values
 
 PRECISIONS = ["int8", "int4", "int2"]
 
@@ -36,14 +38,52 @@ def test_any_rows_decode_to_the_same_bits(
     scales[3::7] = float("nan")
     results = []
     for _ in range(2):
-        decoded, total = torch.zeros(elements), torch.full((blocks * BLOCK,), 0.25)
+        decoded, total = torch.zeros(elements), torch.full((elements,), 0.25)
         codec.decode(rows, decoded)
-        codec.add(rows, total)
+        codec.decode(rows, total, add=True)
         results.append((decoded, total))
         monkeypatch.setattr(kernels, "kernels", lambda: None)
     for ours, theirs in zip(*results, strict=True):
         assert ours.any()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_numbers_are_encoded_to_the_same_bits(
+    precision: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the numbers is a tie between two integers only after the product is rounded."""
+    codec, generator = CODECS[precision](), torch.Generator().manual_seed(10)
+    numbers, results = torch.randn(300 * BLOCK, generator=generator), []
+    for _ in range(2):
+        rows = torch.empty(300, codec.block_bytes, dtype=torch.uint8)
+        codec.encode(numbers.clone(), rows, keep_error=keep)
+        results.append(rows)
+        monkeypatch.setattr(kernels, "kernels", lambda: None)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("elements", [1, BLOCK - 1, 3 * BLOCK, 300 * BLOCK + 77])
+def test_the_loop_that_lands_has_the_bits_of_separate_operations(
+    elements: int, momentum: float
+) -> None:
+    """numpy rounds after each operation."""
+    loops, weight, step = kernels.kernels(), 2.5, (momentum, 0.7, 0.3)
+    assert loops is not None
+    keep, near, ahead = map(np.float32, step)
+    total, own, shared, v = (values(seed, elements).numpy() for seed in range(4))
+    v = v if momentum else v[:0]
+    mean = total * np.float32(1 / weight)
+    moving = mean + keep * v if momentum else v
+    change = near * mean + ahead * moving if momentum else near * mean
+    wanted, squares = (change - own, shared + change, moving), np.ones(2)
+    loops.land(total, own, weight, shared, v, *step, squares)
+    for found, expected in zip((total, shared, v), wanted, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    norms = [(x.astype(np.float64) ** 2).sum() for x in (mean, own)]
+    np.testing.assert_allclose(squares, 1 + np.array(norms), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

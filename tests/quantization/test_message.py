@@ -1,4 +1,4 @@
-"""Messages of several parts: sums, votes, bytes, error feedback, and the loop that lands them.
+"""Messages of several parts: sums, votes, bytes and error feedback.
 
 The reference quantizes each slice with the codecs, which ``test_codecs.py`` tests. It knows nothing
 of chunks, of pieces, or of the layout of a message.
@@ -6,17 +6,17 @@ of chunks, of pieces, or of the layout of a message.
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from offbeat.quantization.codecs import CODECS
-from offbeat.quantization.kernels import BLOCK, kernels
-from offbeat.quantization.message import Message, Stream, make_message
+from offbeat.quantization.kernels import BLOCK
+from offbeat.quantization.message import ExactMessage, Message, QuantizedMessage, Stream
 from offbeat.quantization.wire import Wire
 from offbeat.transport.team import Team
 from quantization.rounding import most, values
@@ -50,12 +50,14 @@ def updates(number: int, rank: int) -> Slices:
     }
 
 
-def make_streams(workers: int) -> list[Stream]:
+def make_streams(workers: int, stages: int = 2) -> list[Stream]:
+    """Return a stream for each part. With two stages, part 1 keeps the errors of both."""
     streams = []
     for part in range(len(BLOCKS)):
         lengths = [elements for (i, _), elements in LENGTHS.items() if i == part]
         streams.append(Stream([(n, torch.float32, CPU) for n in lengths], workers, CPU))
-        streams[-1].make_errors()
+        if stages == 2:
+            streams[-1].make_errors(residual=part == 1)
     return streams
 
 
@@ -71,17 +73,25 @@ def exchange(
 ) -> tuple[Message, bool, Slices, Slices]:
     """Send an update, in pieces of some blocks. A worker that does not contribute clears it.
 
+    It does not write parts whose stream would keep the errors.
+
     Returns:
         The message, its ``finite``, the sum and the own update.
     """
-    message = make_message(team, wire.twin, precision, streams, "a message", vote=2)
+    message: Message = ExactMessage(team, streams, "a message", keep=True)
+    if precision is not None:
+        message = QuantizedMessage(wire, precision, streams, "a message", vote=2)
     for place, numbers in update.items():
         for k, piece in enumerate(numbers.split(blocks * BLOCK)):
-            message.write(*place, k * blocks * BLOCK, piece.clone())
+            if contribute or streams[place[0]].residual is None:
+                message.write(*place, k * blocks * BLOCK, piece.clone())
     finite = message.finite()
     if not contribute:
         message.clear()
-    message.start([team.rank, math.pi]).wait()
+    handle = message.start([team.rank, math.pi])
+    counted = team.account.payload_bytes
+    handle.wait()
+    assert team.account.payload_bytes == counted, "all bytes count at the start"
     totals, sent = ({p: torch.full((n,), 9.0) for p, n in LENGTHS.items()} for _ in range(2))
     for place, elements in LENGTHS.items():
         for start in range(0, elements, 2 * blocks * BLOCK):
@@ -90,20 +100,27 @@ def exchange(
     return message, finite, totals, sent
 
 
-def all_messages(wire: Wire, team: Team) -> list[tuple[Slices, Slices, list[Tensor]]]:
-    """Return, of each message, the sum, this worker's update, and its errors of each part."""
-    streams, seen = make_streams(team.size), []
+def all_messages(
+    wire: Wire, team: Team, *, stages: int
+) -> list[tuple[Slices, Slices, list[Tensor], Tensor]]:
+    """Return, of each message, the sum, this worker's update, and its errors of both stages."""
+    streams, seen = make_streams(team.size, stages), []
     chunks = sum(-(-blocks // team.size) for blocks in BLOCKS)
-    blocks, rows = (2 * chunks, 1) if team.size == 2 else (3 * chunks + chunks, 3)
+    blocks, rows = team.size * chunks, 1
+    if stages == 2:
+        blocks, rows = blocks + chunks, team.size
     for number, (precision, contributors) in enumerate(MESSAGES):
         before, contribute = team.account.payload_bytes, team.rank in contributors
         update, pieces = updates(number, team.rank), 1 + number % 2
         message, _, total, sent = exchange(
             wire, team, precision, streams, update, contribute=contribute, blocks=pieces
         )
-        seen.append((total, sent, [s.errors.clone() for s in streams if s.errors is not None]))
+        summed = [s.errors.clone() for s in streams if s.errors is not None]
+        residual = streams[1].residual
+        first = torch.zeros(3 * BLOCK) if residual is None else residual.clone()
+        seen.append((total, sent, summed, first))
         assert message.votes == [[rank, math.pi] for rank in range(team.size)]
-        assert (message.packed(0, 0, 0, 700) is None) == (precision in ("bfloat16", None))
+        assert message.integers == (precision not in ("bfloat16", None))
         sent_bytes = 4 * sum(LENGTHS.values()) + 16
         if precision:
             sent_bytes = BLOCK_BYTES[precision] * blocks + 16 * rows
@@ -121,31 +138,42 @@ def quantized(precision: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @every_world
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_sum_of_each_message_is_that_of_the_reference(world: Any, workers: int) -> None:
-    """Sums and errors have the same bits, and no error of a sum is lost.
+@pytest.mark.parametrize(("workers", "stages"), [(2, 1), (2, 2), (3, 2)])
+def test_the_sum_of_each_message_is_that_of_the_reference(
+    world: Any, workers: int, stages: int
+) -> None:
+    """Sums and errors have the same bits, and no error is lost.
 
-    With two workers, updates are quantized once. With three, their sum is quantized, too. Its
-    errors are added to the next quantized message to which a worker contributes.
+    In a single stage, updates are quantized once. In two stages, their sum is quantized, too. Its
+    errors are added to the next quantized message to which a worker contributes, and so are those
+    of part 1 in the first stage. A worker that does not contribute keeps the latter.
     """
-    results = world(all_messages, "int8", workers=workers)
+    results = world(partial(all_messages, stages=stages), "int8", workers=workers)
     errors = {place: torch.zeros(-(-n // BLOCK) * BLOCK) for place, n in LENGTHS.items()}
+    first = [torch.zeros(3 * BLOCK) for _ in range(workers)]
     received, put_in = ({place: torch.zeros(n) for place, n in LENGTHS.items()} for _ in range(2))
     for number, (precision, contributors) in enumerate(MESSAGES):
         seen = [result[number] for result in results]
-        two_stages = workers == 3 and precision and contributors
+        two_stages = stages == 2 and precision and contributors
         for place, n in LENGTHS.items():
             total = errors[place].clone() if two_stages else torch.zeros_like(errors[place])
             for rank in range(workers):
                 update, sent = updates(number, rank)[place], torch.zeros_like(total)
                 if rank in contributors:
+                    put_in[place] += update
+                    kept = place == (1, 0) and two_stages
+                    if kept:
+                        update = update + first[rank]
                     sent = pad(update, (0, -n % BLOCK))
                     if precision:
-                        sent, _ = quantized(precision, sent)
+                        sent, lost = quantized(precision, sent)
                         assert ((sent[:n] - update).abs() <= most(update, precision)).all()
+                        if kept:
+                            first[rank] = lost
+                        else:
+                            put_in[place] -= lost[:n]
                 assert torch.equal(seen[rank][1][place], sent[:n])
                 total += sent
-                put_in[place] += sent[:n]
             if two_stages:
                 total, errors[place] = quantized(precision, total)
             for one in seen:
@@ -155,29 +183,32 @@ def test_the_sum_of_each_message_is_that_of_the_reference(world: Any, workers: i
             else:  # the order of the additions is not defined
                 torch.testing.assert_close(seen[0][0][place], total[:n], rtol=1e-5, atol=1e-4)
             received[place] += seen[0][0][place]
-        for part, blocks in enumerate(BLOCKS):
-            kept = torch.cat([one[2][part] for one in seen])[: blocks * BLOCK]
-            assert torch.equal(kept, torch.cat([e for p, e in errors.items() if p[0] == part]))
+        assert all(torch.equal(one[3], lost) for one, lost in zip(seen, first, strict=True))
+        for part, blocks in enumerate(BLOCKS if stages == 2 else []):
+            summed = torch.cat([one[2][part] for one in seen])[: blocks * BLOCK]
+            assert torch.equal(summed, torch.cat([e for p, e in errors.items() if p[0] == part]))
+    received[1, 0] += sum(first)
     for place, n in LENGTHS.items():
         scale = float(put_in[place].abs().max())
         torch.testing.assert_close(
             received[place] + errors[place][:n], put_in[place], rtol=1e-5, atol=1e-6 * scale
         )
-    assert bool(errors[0, 0].any()) == (workers == 3)
+    assert bool(errors[0, 0].any()) == all(e.any() for e in first) == (stages == 2)
 
 
 def poisoned(wire: Wire, team: Team) -> None:
-    """Worker 1 writes a number that is not finite."""
+    """Worker 1 writes numbers that are not finite, to parts that keep errors and do not."""
     for precision, bad in itertools.product(CODECS, (math.nan, math.inf)):
-        streams, update = make_streams(team.size), updates(0, team.rank)
+        streams, update = make_streams(team.size, team.size - 1), updates(0, team.rank)
         if team.rank == 1:
-            update[0, 2][BLOCK + 3] = bad
+            update[0, 2][BLOCK + 3] = update[1, 0][BLOCK + 3] = bad
         _, finite, totals, _ = exchange(wire, team, precision, streams, update)
         assert finite == (team.rank != 1 or precision == "bfloat16")
-        block = totals[0, 2][BLOCK : 2 * BLOCK]
-        spoiled = block[3:4] if precision == "bfloat16" else block
-        assert not spoiled.isfinite().any()
-        spoiled.zero_()
+        for place in ((0, 2), (1, 0)):
+            block = totals[place][BLOCK : 2 * BLOCK]
+            spoiled = block[3:4] if precision == "bfloat16" else block
+            assert not spoiled.isfinite().any()
+            spoiled.zero_()
         _, _, later, _ = exchange(wire, team, precision, streams, updates(1, team.rank))
         for total in (*totals.values(), *later.values()):
             assert total.isfinite().all()
@@ -191,37 +222,3 @@ def test_a_number_that_is_not_finite_is_reported_and_leaves_no_error(
     """``finite`` is False on this worker only. With bfloat16 it does not look."""
     monkeypatch.setattr(Tensor, "is_cpu", device == "cpu")
     assert simulated(poisoned, "int8", workers=workers) == [None] * workers
-
-
-def landed(wire: Wire, team: Team) -> None:
-    """Compare ``kernels.land`` with ``read`` and numpy, which rounds after each operation."""
-    loops, weight = kernels(), 2.5
-    assert loops is not None
-    for precision, momentum in itertools.product(["int8", "int4", "int2"], [0.0, 0.9]):
-        streams, update = make_streams(team.size), updates(0, team.rank)
-        message, _, totals, sent = exchange(wire, team, precision, streams, update)
-        step = momentum, 0.7, 0.3
-        keep, near, ahead = map(np.float32, step)
-        for place, n in LENGTHS.items():
-            shared, v = values(1, n).numpy(), values(2, n if momentum else 0).numpy()
-            mean, own = totals[place].numpy() * np.float32(1 / weight), sent[place].numpy()
-            moving = mean + keep * v if momentum else v
-            change = near * mean + ahead * moving if momentum else near * mean
-            wanted = change - own, shared + change, moving
-            shift, squares, done = np.full(n, np.nan, np.float32), np.ones(2), 0
-            while done < n:
-                packed = message.packed(*place, done, n - done)
-                assert packed is not None
-                some = slice(done, done + packed[0])
-                vectors = shift[some], shared[some], v[some]
-                loops.land(*packed[1], weight, *vectors, *step, squares)
-                done += packed[0]
-            for found, expected in zip((shift, shared, v), wanted, strict=True):
-                np.testing.assert_array_equal(found, expected)
-            norms = [(x.astype(np.float64) ** 2).sum() for x in (mean, own)]
-            np.testing.assert_allclose(squares, 1 + np.array(norms), rtol=1e-5)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_loop_that_lands_has_the_bits_of_separate_operations(workers: int) -> None:
-    assert simulated(landed, "int8", workers=workers) == [None] * workers

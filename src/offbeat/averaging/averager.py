@@ -50,8 +50,13 @@ from offbeat.averaging.pace import Sizer
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.quantization.kernels import BLOCK
-from offbeat.quantization.message import Message, Stream, make_message
-from offbeat.quantization.precision import uses_single_stage
+from offbeat.quantization.message import (
+    SINGLE_STAGE_WORKERS,
+    ExactMessage,
+    Message,
+    QuantizedMessage,
+    Stream,
+)
 from offbeat.strategies.base import SharedModel, Strategy, Tally, WorkerView, transient
 
 _SMOOTHED_PASSES = 5
@@ -183,9 +188,9 @@ class Averager(Flow):
         size = sum(space.x.elements * space.x.tensors[0].itemsize for space in spaces)
         (largest,) = worker.team.agree(size)
         number = shared.parts(round(largest)) if callable(shared.parts) else shared.parts
-        single = uses_single_stage(wire.precision, worker.size)
-        # In the second stage each worker adds up the same number of blocks.
-        unit = 1 if wire.exact else BLOCK * (1 if single else worker.size)
+        # In a second stage each worker adds up the same number of blocks.
+        chunks = 1 if worker.size <= SINGLE_STAGE_WORKERS else worker.size
+        unit = 1 if wire.exact else BLOCK * chunks
         units = sum(space.x.elements for space in spaces) // unit
         if callable(shared.parts) and worker.team.node is None:
             number = max(1, min(number, units))
@@ -193,10 +198,9 @@ class Averager(Flow):
 
     def make_errors(self) -> None:
         """Allocate the quantization errors of sums, if there are any."""
-        if self.precision is None or uses_single_stage(self.precision, self.worker.size):
-            return
-        for part in self.parts:
-            part.stream.make_errors()
+        if self.precision is not None and self.worker.size > SINGLE_STAGE_WORKERS:
+            for part in self.parts:
+                part.stream.make_errors()
 
     @property
     @override
@@ -270,15 +274,10 @@ class Averager(Flow):
 
     def make_message(self, streams: Sequence[Stream], what: str) -> Message:
         """Return a new message. A subclass may use another kind of message."""
-        return make_message(
-            self.worker.team,
-            self.worker.wire.twin,
-            self.precision,
-            streams,
-            what,
-            vote=self.vote_length,
-            keep=not (self.shared.blocking and self.precision is None),
-        )
+        worker = self.worker
+        if self.precision is None:
+            return ExactMessage(worker.team, streams, what, keep=not self.shared.blocking)
+        return QuantizedMessage(worker.wire, self.precision, streams, what, vote=self.vote_length)
 
     def check_launch(self, flight: Flight) -> bool:
         """Return False if a launch contains NaN or infinity, on any shard of the model.
@@ -448,7 +447,7 @@ class Averager(Flow):
         worker, size = self.worker, float(self.worker.size)
         flights = []
         for part in self.parts:
-            message = make_message(worker.team, worker.wire.twin, "int8", [part.stream], what)
+            message = QuantizedMessage(worker.wire, "int8", [part.stream], what)
             flight = Flight([part], message, 1.0, lambda: size, [Step()], worker.step, exact=False)
             for _ in flight.pack(check=False, mark=False):
                 pass

@@ -226,37 +226,26 @@ class Flight:
 
     def _move(self, place: Place, piece: Slice, shift: Tensor) -> None:
         """Move P and v of a piece.  shift ← Δ − u."""
-        part, number, start = place
-        step = self.outer()[part]
-        space, message, total, done = piece.space, self.message, self.total(), 0
+        space, step, total = piece.space, self.outer()[place[0]], self.total()
         assert space.P is not None
         shared = space.P[piece.start : piece.stop]
-        velocity = None if space.v is None else space.v[piece.start : piece.stop]
-        vectors = [shift, shared] if velocity is None else [shift, shared, velocity]
-        loops = kernels_for(*vectors)
-        while loops is not None and done < len(piece):
-            packed = message.packed(part, number, start + done, len(piece) - done)
-            if packed is None:
-                break
-            count, arguments = packed
-            some = slice(done, done + count)
-            base = shared[some].numpy()
-            moving = base[:0] if velocity is None else velocity[some].numpy()
-            loops.land(*arguments, total, shift[some].numpy(), base, moving, *step, self.squares)
-            done += count
-        if done < len(piece):
-            rest = slice(done, len(piece))
-            v = None if velocity is None else velocity[rest]
-            sent = torch.empty_like(shift[rest])
-            message.read(part, number, start + done, shift[rest], sent)
-            self._apply(shift[rest], sent, shared[rest], v, step, total)
+        velocity = shared[:0] if space.v is None else space.v[piece.start : piece.stop]
+        sent = torch.empty_like(shift)
+        self.message.read(*place, shift, sent)
+        # The compiled loop and ``_apply`` round ‖D‖² differently.
+        loops = kernels_for(shift, shared, velocity) if self.message.integers else None
+        if loops is None:
+            self._apply(shift, sent, shared, velocity, step, total)
+        else:
+            vectors = shared.numpy(), velocity.numpy()
+            loops.land(shift.numpy(), sent.numpy(), total, *vectors, *step, self.squares)
 
     def _apply(
         self,
         shift: Tensor,
         sent: Tensor,
         shared: Tensor,
-        velocity: Tensor | None,
+        velocity: Tensor,
         step: Step,
         total: float,
     ) -> None:
@@ -266,7 +255,7 @@ class Flight:
             pair = torch.stack([torch.dot(shift, shift), torch.dot(sent, sent)])
             self.squares += pair.double().cpu().numpy()
         # Each product is rounded before it is added, as in the compiled loop.
-        if velocity is not None:
+        if velocity.numel():
             velocity.mul_(step.momentum).add_(shift)
             ahead = velocity * step.lookahead
             shift.mul_(step.direct).add_(ahead)

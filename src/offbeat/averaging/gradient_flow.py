@@ -30,6 +30,7 @@ class GradientFlowState:
 
     Attributes:
         views: Data that the strategy may read, one ``WorkerView`` for each optimizer.
+        errors: Quantization errors of all ``means``.
         means: One ``GradientMean`` for each optimizer, which averages its gradients.
         delayed: Previous round of each optimizer, by the optimizer's index. Empty unless the
             strategy decides a round with the tally of the previous one (``tally_delay`` = 1).
@@ -41,6 +42,7 @@ class GradientFlowState:
     """
 
     views: list[WorkerView]
+    errors: list[Tensor]
     means: list[GradientMean] = transient()
     delayed: dict[int, Round] = transient(default_factory=dict)
     saved_tallies: dict[int, list[float]] = field(default_factory=dict)
@@ -81,9 +83,9 @@ class GradientFlow(Flow):
             self.make_mean(optimizer, view, slots)
             for optimizer, view in zip(worker.optimizers, views, strict=True)
         ]
-        begun = worker.step
+        errors, begun = [each for mean in means for each in mean.errors], worker.step
         self.state = GradientFlowState(
-            views, means, launch_steps=[begun] * len(views), start_step=begun
+            views, errors, means, launch_steps=[begun] * len(views), start_step=begun
         )
 
     def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView, slots: int) -> GradientMean:
@@ -91,15 +93,8 @@ class GradientFlow(Flow):
 
         ``view`` is the strategy's view for this optimizer, ``slots`` an argument of the result.
         """
-        worker = self.worker
-        return GradientMean(
-            worker.team.replica_team,
-            worker.wire,
-            optimizer.buckets,
-            name=f"gradients of optimizer {optimizer.index}, bucket",
-            slots=slots,
-            overlap=self.every_step and worker.overlaps_backward,
-        )
+        overlap = self.every_step and self.worker.overlaps_backward
+        return GradientMean(self.worker.wire, optimizer.buckets, slots=slots, overlap=overlap)
 
     @property
     @override

@@ -11,7 +11,7 @@ Together with the last bucket the workers sum some numbers, the *agreement*:
 - for each parameter, the number of workers that contribute a gradient, and how many of these
   gradients are sparse.
 
-The *wire* sums the gradients, and may quantize them. The agreement is never quantized. It is part
+The gradients are quantized if the wire saves bytes. The agreement is never quantized. It is part
 of the bucket's message if there is only one bucket and the wire does not quantize. Otherwise it is
 a separate message.
 
@@ -26,11 +26,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, group_tensors, pack, unpack
+from offbeat.averaging.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    group_tensors,
+    pack,
+    staging_dtype,
+    unpack,
+)
 from offbeat.errors import OffbeatError
+from offbeat.quantization.message import QuantizedMessage, Stream
 from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Completed, Handle
-from offbeat.transport.team import Team
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network is busy early in backward
 _SPARSE = 2**12  # see ``_presence``
@@ -65,16 +72,21 @@ class _GradientBucket(Bucket):
     Args:
         parameters: The parameters.
         tail: Number of extra elements at the end of the staging tensor, for the agreement.
-        stream: Name under which the wire keeps the quantization errors of this bucket.
+        wire: Precision of the sums.
 
     Attributes:
+        stream: Quantization errors. None if the bucket is sent exactly.
         handle: The newest sum, in flight or complete.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], tail: int, stream: str) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], tail: int, wire: Wire) -> None:
         super().__init__(parameters, tail)
-        self.stream = stream
         self.parameters = list(parameters)
+        dtype, device = staging_dtype(parameters[0]), parameters[0].device
+        self.stream: Stream | None = None
+        if wire.saves(self.elements, dtype.itemsize):
+            self.stream = Stream([(self.elements, dtype, device)], wire.team.size, device)
+            self.stream.make_errors(residual=True)
         self.handle: Handle[Tensor] = Completed(torch.empty(0, device="cpu"))
 
     def pack(self, weight: float = 1.0) -> Tensor:
@@ -132,33 +144,30 @@ class GradientMean:
     flat copy of the gradients. A quantized sum also stores its quantization errors.
 
     Args:
-        team: The workers.
-        wire: Sums the gradients at the precision given to ``attach``.
+        wire: The workers, and the precision of the gradients.
         buckets: The optimizer's parameters, from ``gradient_buckets``.
-        name: Prefix of the names under which the wire keeps quantization errors; different for each
-            optimizer.
         slots: Number of extra numbers that ``reduce`` sums over the workers for its caller.
         overlap: True to allow calls of ``start`` while backward runs.
 
+    Attributes:
+        errors: Quantization errors of both stages, for each bucket that is quantized.
     """
 
     def __init__(
         self,
-        team: Team,
         wire: Wire,
         buckets: Sequence[Sequence[nn.Parameter]],
         *,
-        name: str = "gradients",
         slots: int = 0,
         overlap: bool = False,
     ) -> None:
-        self._team, self._wire, self._slots = team, wire, slots
+        self._team, self._wire, self._slots = wire.team, wire, slots
         parameters = sum(map(len, buckets))
         # Length of the agreement. The 1 is the number of contributing workers.
-        tail = slots + 1 + parameters if len(buckets) == 1 and self._wire.exact else 0
-        self._buckets = [
-            _GradientBucket(group, tail, f"{name} {i}") for i, group in enumerate(buckets)
-        ]
+        tail = slots + 1 + parameters if len(buckets) == 1 and wire.exact else 0
+        self._buckets = [_GradientBucket(group, tail, wire) for group in buckets]
+        streams = [bucket.stream for bucket in self._buckets if bucket.stream]
+        self.errors = [e for s in streams for e in (s.residual, s.errors) if e is not None]
         self._next = 0  # index of the first bucket that was not sent
         self.overlap = overlap
 
@@ -175,10 +184,20 @@ class GradientMean:
     def _launch(self, bucket: _GradientBucket, *, contribute: bool) -> None:
         flat = bucket.pack(float(contribute))
         what = "mean of the gradients"
-        if bucket.tail.numel():
+        if bucket.stream is None:
             bucket.handle = self._team.communicator.sum(flat, what=what)
             return
-        bucket.handle = self._wire.sum(flat, stream=bucket.stream, what=what, contribute=contribute)
+        message = QuantizedMessage(self._wire, self._wire.precision, [bucket.stream], what)
+        if contribute:
+            message.write(0, 0, 0, flat)
+        else:
+            message.clear()
+
+        def read(_: object) -> Tensor:
+            message.read(0, 0, 0, flat)
+            return flat
+
+        bucket.handle = message.start(None).then(read)
 
     def reduce(self, slots: Sequence[float], *, contribute: bool) -> list[float]:
         """Replace the gradients by their mean over the contributing workers. Blocks.

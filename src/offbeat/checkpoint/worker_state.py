@@ -27,7 +27,6 @@ from torch import nn
 from offbeat.checkpoint.state import digest, load, save, without_numpy
 from offbeat.errors import CheckpointError
 from offbeat.nodes.shards import local_parts, model_state, optimizer_state
-from offbeat.quantization.wire import ErrorFeedback
 from offbeat.telemetry import Stats
 from offbeat.training.checks.consistency import copy_rank_0, describe, first_difference
 from offbeat.training.consensus import Consensus
@@ -35,7 +34,7 @@ from offbeat.training.iteration import Iteration
 from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.transport.communicator import Communicator
 
-FORMAT = 6
+FORMAT = 7
 """Version of the states. A release that changes them increases it."""
 
 Values = dict[str, Any]
@@ -91,8 +90,7 @@ class WorkerState:
             "stats": dataclasses.asdict(self.stats),
         }
         if whole:
-            errors = {name: [each.sent, each.summed] for name, each in worker.wire.errors.items()}
-            values |= {"step": worker.step, "state": save(flow.state), "errors": errors}
+            values |= {"step": worker.step, "state": save(flow.state)}
         else:
             values["stats"]["details"] = {}  # they belong to the strategy
         return values
@@ -186,11 +184,6 @@ class WorkerState:
         worker.details.clear()
         worker.details.update(totals.pop("details"))
         if values["of"] == "worker":
-            device = worker.optimizers[0].parameters[0].device
-            worker.wire.errors = {
-                name: ErrorFeedback(*(each.to(device, copy=True) for each in pair))
-                for name, pair in values["errors"].items()
-            }
             worker.step = values["step"]
             load(flow.state, values["state"])
             flow.after_load()

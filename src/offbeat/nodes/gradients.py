@@ -71,18 +71,10 @@ class NodeMean(NodeBuffers):
         self, inside: Communicator, model: nn.Module, optimizers: Sequence[AttachedOptimizer]
     ) -> None:
         super().__init__(inside, model)
-        team, wire = self._team, Wire(self._team)
+        wire = Wire(self._team)
         self.overlap = len(optimizers) == 1
         self._means = [
-            GradientMean(
-                team,
-                wire,
-                optimizer.buckets,
-                name=f"gradients {optimizer.index}",
-                slots=1,
-                overlap=self.overlap,
-            )
-            for optimizer in optimizers
+            GradientMean(wire, each.buckets, slots=1, overlap=self.overlap) for each in optimizers
         ]
 
     @override

@@ -37,21 +37,21 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, rows: Tensor, values: Tensor) -> None:
-        """values ← decoded numbers. ``values`` has any float type, and may end inside a block."""
+    def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
+        """values ← decoded numbers, or values + decoded numbers with ``add``.
 
-    @abstractmethod
-    def add(self, rows: Tensor, values: Tensor) -> None:
-        """values ← values + decoded numbers. ``values`` is float32, a whole number of blocks."""
+        ``values`` is float32, 1-D, and may end inside a block.
+        """
 
 
-def pieces(blocks: int, *, whole: bool = False) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows and the numbers of each piece of ``blocks`` blocks.
+def pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows and the numbers of each piece of encoded blocks.
 
-    A CPU processes one piece after the other, because it fits into the cache. With ``whole``, as
-    on a GPU, there is a single piece.
+    A CPU processes one piece after the other, because it fits into the cache. On a GPU there is a
+    single piece.
     """
-    step = max(1, blocks) if whole else PIECE_BLOCKS
+    blocks = len(rows)
+    step = PIECE_BLOCKS if rows.is_cpu else max(1, blocks)
     for start in range(0, blocks, step):
         stop = min(start + step, blocks)
         yield slice(start, stop), slice(start * BLOCK, stop * BLOCK)

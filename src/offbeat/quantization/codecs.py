@@ -18,7 +18,7 @@ class BFloat16(Codec):
 
     @override
     def encode(self, values: Tensor, rows: Tensor, *, keep_error: bool = True) -> None:
-        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
+        for some_rows, numbers in pieces(rows):
             part = values[numbers]
             rounded = part.to(torch.bfloat16)
             rows[some_rows].view(torch.bfloat16).copy_(rounded.view(-1, BLOCK))
@@ -30,12 +30,12 @@ class BFloat16(Codec):
                     part.nan_to_num_(0.0, 0.0, 0.0)
 
     @override
-    def decode(self, rows: Tensor, values: Tensor) -> None:
-        values.copy_(rows.view(torch.bfloat16).reshape(-1)[: values.numel()])
-
-    @override
-    def add(self, rows: Tensor, values: Tensor) -> None:
-        values.view(-1, BLOCK).add_(rows.view(torch.bfloat16))
+    def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
+        decoded = rows.view(torch.bfloat16).reshape(-1)[: values.numel()]
+        if add:
+            values.add_(decoded)
+        else:
+            values.copy_(decoded)
 
 
 CODECS: dict[str, type[Codec]] = {"bfloat16": BFloat16, "int8": Int8, "int4": Int4, "int2": Int2}

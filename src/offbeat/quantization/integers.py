@@ -1,6 +1,6 @@
 """Codecs to integers of 8, 4 or 2 bits with one scale for each block."""
 
-from functools import cache
+from abc import abstractmethod
 from math import inf
 from typing import ClassVar
 
@@ -10,12 +10,6 @@ from typing_extensions import override
 
 from offbeat.quantization.base import Codec, pieces
 from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, TERNARY, THRESHOLD, kernels_for
-
-_ROUNDING = 1.5 * 2.0**23
-"""Adding this to a small float32 rounds it to an integer, because the sum has no fraction bits.
-
-The lowest bits of the sum are the integer in two's complement.
-"""
 
 
 class IntegerCodec(Codec):
@@ -51,10 +45,12 @@ class IntegerCodec(Codec):
     Attributes:
         bits: Bits of an integer: 8, 4, or 2 for −1, 0 and 1.
         block_bytes: Bytes of a row: a scale of 4 bytes and the packed integers.
+        unit: Factor of the numbers that ``_unpack`` returns.
     """
 
     bits: ClassVar[int]
     block_bytes: ClassVar[int]
+    unit: ClassVar[float] = 1.0
 
     @override
     def encode(self, values: Tensor, rows: Tensor, *, keep_error: bool = True) -> None:
@@ -62,80 +58,33 @@ class IntegerCodec(Codec):
         if loops is not None:
             loops.encode(values.numpy(), rows.numpy(), self.bits, keep_error)
             return
-        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
+        for some_rows, numbers in pieces(rows):
             scale, packed = self._split(rows[some_rows])
             x = values[numbers].view(-1, BLOCK)
-            if self.bits == 2:
-                self._encode_ternary(x, scale, packed, keep_error)
-                continue
-            inverse, finite = self._set_scale(x.abs().amax(-1, keepdim=True), scale)
-            if not keep_error:
-                # int8 takes the lowest byte of each sum, which is the integer.
-                rounding = x.new_full((BLOCK,), _ROUNDING)
-                torch.addcmul(rounding, x, inverse, out=x)
-                self._pack(x.view(torch.int32).to(torch.int8), packed)
-                continue
-            rounded = torch.mul(x, inverse).round_()
-            x.addcmul_(rounded, scale, value=-1)
-            if not finite:
-                x.nan_to_num_(0.0, 0.0, 0.0)
-                rounded.nan_to_num_(0.0, 0.0, 0.0)  # blocks whose scale is NaN
-            self._pack(rounded.to(torch.int8), packed)
+            self._pack(self._quantize(x, scale, keep_error), packed)
 
     @override
-    def decode(self, rows: Tensor, values: Tensor) -> None:
+    def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
         loops = kernels_for(values)
         if loops is not None:
-            loops.decode(values.numpy(), rows.numpy(), self.bits, False)
+            loops.decode(values.numpy(), rows.numpy(), self.bits, add)
             return
-        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
-            part = values[numbers]
-            if part.dtype == torch.float32 and part.numel() % BLOCK == 0:
-                self._decode_blocks(rows[some_rows], part)
-            else:
-                count = len(rows[some_rows]) * BLOCK
-                blocks = torch.empty(count, dtype=torch.float32, device=part.device)
-                self._decode_blocks(rows[some_rows], blocks)
-                part.copy_(blocks[: part.numel()])
+        for some_rows, numbers in pieces(rows):
+            part, (scale, packed) = values[numbers], self._split(rows[some_rows])
+            out = part
+            if add or part.numel() % BLOCK:
+                out = part.new_empty(len(scale) * BLOCK)
+            # ``scale * unit`` is exact: ``unit`` is a power of two, and a scale is never so small
+            # that the product loses bits (SMALLEST_SCALE).
+            out.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * self.unit)
+            if add:  # the product is rounded before the sum, as in the compiled loop
+                part.add_(out[: part.numel()])
+            elif out is not part:
+                part.copy_(out[: part.numel()])
 
-    @override
-    def add(self, rows: Tensor, values: Tensor) -> None:
-        loops = kernels_for(values)
-        if loops is not None:
-            loops.decode(values.numpy(), rows.numpy(), self.bits, True)
-            return
-        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
-            part = values[numbers]
-            decoded = torch.empty_like(part)
-            self._decode_blocks(rows[some_rows], decoded)
-            part.add_(decoded)  # the product is rounded before the sum, as in the compiled loop
-
-    def _encode_ternary(self, x: Tensor, scale: Tensor, packed: Tensor, keep_error: bool) -> None:
-        """Encode blocks ``x`` to −1, 0 and 1, and set their scales."""
-        absolute = x.abs()
-        threshold = _block_means(absolute).mul_(THRESHOLD)
-        chosen = absolute >= threshold
-        mean = _block_means(absolute * chosen)
-        mean.div_(chosen.sum(-1, keepdim=True, dtype=torch.float32).div_(BLOCK))
-        # 0/0 if the means of the tiniest numbers were rounded up. Other rounding must not make the
-        # scale larger than all numbers.
-        mean.nan_to_num_(0.0, posinf=inf)
-        torch.minimum(mean, absolute.amax(-1, keepdim=True), out=scale)
-        _mark_exceptions(scale)
-        integers = x.sign().to(torch.int8).mul_(chosen)
-        integers.masked_fill_((scale == 0) | scale.isnan(), 0)
-        if keep_error:
-            x.addcmul_(integers.to(torch.float32), scale, value=-1)
-            x.nan_to_num_(0.0, 0.0, 0.0)
-        self._pack(integers, packed)
-
-    def _set_scale(self, largest: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
-        """scale ← the scale of each block, given the largest absolute value of each block.
-
-        Returns:
-            The inverse scales (0 for the scales 0 and NaN), and True if all scales are known to be
-            finite.
-        """
+    def _quantize(self, x: Tensor, scale: Tensor, keep_error: bool) -> Tensor:
+        """Return blocks ``x`` as int8 integers, and set their scales. ``x`` ← the errors."""
+        largest = x.abs().amax(-1, keepdim=True)
         # A tensor, because CUDA divides by a Python number less exactly than a CPU does.
         levels = torch.full_like(largest, 2 ** (self.bits - 1) - 1)
         torch.div(largest, levels, out=scale)
@@ -148,57 +97,22 @@ class IntegerCodec(Codec):
         if not usual:
             inverse.masked_fill_((scale < SMALLEST_SCALE) | ~scale.isfinite(), 0.0)
             _mark_exceptions(scale)
-        return inverse, finite
+        rounded = torch.mul(x, inverse).round_()
+        if not finite:
+            rounded.nan_to_num_(0.0, 0.0, 0.0)
+        if keep_error:
+            x.addcmul_(rounded, scale, value=-1)
+            if not finite:
+                x.nan_to_num_(0.0, 0.0, 0.0)  # blocks whose scale is NaN
+        return rounded.to(torch.int8)
 
+    @abstractmethod
     def _pack(self, integers: Tensor, packed: Tensor) -> None:
-        """Pack int8 integers into ``packed``. Overwrites ``integers``.
+        """Pack int8 integers, one row per block, into ``packed``. Overwrites ``integers``."""
 
-        The last dimension holds the numbers of a block. The int32 operations process four bytes at
-        a time.
-        """
-        if self.bits == 8:
-            packed.copy_(integers)
-            return
-        if self.bits == 2:
-            digits = torch.zeros_like(packed, dtype=torch.int16)
-            for k, column in enumerate((integers + 1).split(TERNARY, dim=-1)):
-                digits[..., : column.shape[-1]] += column.to(torch.int16) * 3 ** (4 - k)
-            # (13·d + 242) // 243 without a division, exact for d < 3⁵.
-            packed.view(torch.uint8).copy_(
-                digits + (digits * 13 + 242).to(torch.int32) * 135 // 2**15
-            )
-            return
-        words, mask, device = packed.view(torch.int32), 2**self.bits - 1, packed.device
-        first, *others = integers.view(torch.int32).chunk(8 // self.bits, dim=-1)
-        torch.bitwise_and(first, _in_each_byte(mask, device), out=words)
-        for i, column in enumerate(others, start=1):
-            shift = i * self.bits
-            column.bitwise_left_shift_(_int32(shift, device))
-            words.bitwise_or_(column.bitwise_and_(_in_each_byte(mask << shift, device)))
-
-    def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
-        """Decode into ``values``, which is float32 and has whole blocks."""
-        scale, packed = self._split(rows)
-        # ``unit`` removes the factor of ``_unpack``. ``scale * unit`` is exact: ``unit`` is a power
-        # of two, and a scale is never so small that the product loses bits (SMALLEST_SCALE).
-        unit = 1.0 if self.bits == 2 else 2.0 ** (self.bits - 8)
-        values.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * unit)
-
+    @abstractmethod
     def _unpack(self, packed: Tensor) -> Tensor:
-        """Return the integers. Those of 4 bits are in the highest bits of their bytes, times 16."""
-        if self.bits == 8:
-            return packed
-        if self.bits == 2:
-            fields = packed.view(torch.uint8).to(torch.int16)
-            columns = [(fields * 3**k & 255) * 3 // 256 - 1 for k in range(5)]
-            return torch.cat(columns, dim=-1)[..., :BLOCK]
-        words, highest, device = packed.view(torch.int32), 8 - self.bits, packed.device
-        mask = _in_each_byte(2**self.bits - 1 << highest, device)
-        integers = torch.empty(len(packed), BLOCK, dtype=torch.int8, device=device)
-        for i, column in enumerate(integers.view(torch.int32).chunk(8 // self.bits, dim=-1)):
-            torch.bitwise_left_shift(words, _int32(highest - i * self.bits, device), out=column)
-            column.bitwise_and_(mask)
-        return integers
+        """Return the integers divided by ``unit``, one row per block."""
 
     @staticmethod
     def _split(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,22 +134,19 @@ def _block_means(x: Tensor) -> Tensor:
     return folded
 
 
-@cache
-def _int32(value: int, device: torch.device) -> Tensor:
-    """Return a constant tensor, which is faster in operations than a Python number."""
-    return torch.tensor(value, dtype=torch.int32, device=device)
-
-
-def _in_each_byte(bits: int, device: torch.device) -> Tensor:
-    """Return the int32 with these bits in each of its bytes."""
-    return _int32(int.from_bytes(bytes([bits] * 4), "little", signed=True), device)
-
-
 class Int8(IntegerCodec):
     """Integers from −127 to 127."""
 
     bits = 8
     block_bytes = BLOCK + 4
+
+    @override
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        packed.copy_(integers)
+
+    @override
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return packed
 
 
 class Int4(IntegerCodec):
@@ -243,6 +154,16 @@ class Int4(IntegerCodec):
 
     bits = 4
     block_bytes = BLOCK // 2 + 4
+    unit = 1 / 16  # integers are unpacked to the highest bits of a byte, which gives them a sign
+
+    @override
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        low, high = integers.chunk(2, dim=-1)
+        torch.mul(high, 16, out=packed).add_(low.bitwise_and_(15))
+
+    @override
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return torch.cat([packed << 4, packed & -16], dim=-1)
 
 
 class Int2(IntegerCodec):
@@ -250,3 +171,36 @@ class Int2(IntegerCodec):
 
     bits = 2
     block_bytes = TERNARY + 4
+
+    @override
+    def _quantize(self, x: Tensor, scale: Tensor, keep_error: bool) -> Tensor:
+        absolute = x.abs()
+        threshold = _block_means(absolute).mul_(THRESHOLD)
+        chosen = absolute >= threshold
+        mean = _block_means(absolute * chosen)
+        mean.div_(chosen.sum(-1, keepdim=True, dtype=torch.float32).div_(BLOCK))
+        # 0/0 if the means of the tiniest numbers were rounded up. Other rounding must not make the
+        # scale larger than all numbers.
+        mean.nan_to_num_(0.0, posinf=inf)
+        torch.minimum(mean, absolute.amax(-1, keepdim=True), out=scale)
+        _mark_exceptions(scale)
+        integers = x.sign().to(torch.int8).mul_(chosen)
+        integers.masked_fill_((scale == 0) | scale.isnan(), 0)
+        if keep_error:
+            x.addcmul_(integers.to(torch.float32), scale, value=-1)
+            x.nan_to_num_(0.0, 0.0, 0.0)
+        return integers
+
+    @override
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        digits = torch.zeros_like(packed, dtype=torch.int16)
+        for k, column in enumerate((integers + 1).split(TERNARY, dim=-1)):
+            digits[..., : column.shape[-1]] += column.to(torch.int16) * 3 ** (4 - k)
+        # (13·d + 242) // 243 without a division, exact for d < 3⁵.
+        packed.view(torch.uint8).copy_(digits + (digits * 13 + 242).to(torch.int32) * 135 // 2**15)
+
+    @override
+    def _unpack(self, packed: Tensor) -> Tensor:
+        fields = packed.view(torch.uint8).to(torch.int16)
+        columns = [(fields * 3**k & 255) * 3 // 256 - 1 for k in range(5)]
+        return torch.cat(columns, dim=-1)[..., :BLOCK]

@@ -3,8 +3,8 @@
 Each loop makes one pass over memory where torch operations make about ten.
 
 The *shared model P* is a copy of the model that must have the same bits on all workers.
-``land`` applies a mean update D to it. Without numba, torch operations replace it and ``decode``.
-On a CPU both give the same bits, so only some of the workers may have numba.
+``land`` applies a mean update D to it. Without numba, torch operations replace the loops. On a CPU
+``land`` and ``decode`` give the same bits as these, so only some of the workers may have numba.
 """
 
 import os
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Floats = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 Rows = NDArray[np.uint8]
 """Two dimensions."""
 
@@ -38,7 +37,11 @@ The second half of the numbers is added to the first half, again and again, unti
 Unlike a running sum, this compiles to vector instructions.
 """
 _INFINITY_BITS = 0x7F800000  # bit pattern of float32 infinity; those of NaN are larger
-_ROUNDING = np.float32(1.5 * 2.0**23)  # adding it rounds to an integer, see ``integers.py``
+_ROUNDING = np.float32(1.5 * 2.0**23)
+"""Adding this to a small float32 rounds it to an integer, because the sum has no fraction bits.
+
+The lowest bits of the sum are the integer in two's complement.
+"""
 
 
 def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
@@ -178,12 +181,9 @@ def decode(values: Floats, rows: Rows, bits: int, add: bool) -> None:
 
 
 def land(
-    sums: Rows,
-    offset: int,
-    bits: int,
-    sent: Bytes,
-    weight: float,
     shift: Floats,
+    sent: Floats,
+    weight: float,
     shared: Floats,
     velocity: Floats,
     momentum: float,
@@ -191,7 +191,7 @@ def land(
     lookahead: float,
     squares: NDArray[np.float64],
 ) -> None:
-    """Decode D, the mean of the updates, and u, this worker's update, and move P by D.
+    """Move P by D, the mean of the updates.
 
         v ← momentum·v + D
         Δ = direct·D + lookahead·v
@@ -199,13 +199,9 @@ def land(
         shift ← Δ − u        for the local model, which already contains u
 
     Args:
-        sums: Encoded blocks, one range of bytes per row. The sum of the decoded ranges, added in
-            their order, is weight·D.
-        offset: Index, within each row of ``sums``, of the first byte of the range.
-        bits: Bits of an integer.
-        sent: The encoded blocks of u.
+        shift: The sum of the updates, weight·D. Overwritten. May end inside a block.
+        sent: u, this worker's update.
         weight: Sum of the weights of all workers.
-        shift: Output: Δ − u. May end inside a block.
         shared: P. Updated in place.
         velocity: v, updated in place. If the array is empty, Δ = direct·D.
         momentum: Factor of the old v.
@@ -215,41 +211,18 @@ def land(
     """
     keep, near, forward = np.float32(momentum), np.float32(direct), np.float32(lookahead)
     inverse = np.float32(1.0 / weight)
-    mean, own = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    folded = np.empty(BLOCK, np.float32)
-    ternary, rows, highest = bits == 2, sums.shape[0], 0xFF << (8 - bits) & 0xFF
-    count, width = (5, TERNARY) if ternary else (8 // bits, BLOCK * bits // 8)
-    unit = np.float32(1 if ternary else 2.0 ** (bits - 8))
+    folded = np.zeros(BLOCK, np.float32)
     for start in range(0, shift.size, BLOCK):
-        length, block = min(BLOCK, shift.size - start), start // BLOCK
-        for row in range(rows + 1):
-            raw = sums[row] if row < rows else sent
-            first = offset if row < rows else 0
-            values = mean if row < rows else own
-            place = first + block * (4 + width)
-            scale = raw[place : place + 4].view(np.float32)[0]
-            step = scale * unit
-            fields = raw[place + 4 : place + 4 + width]
-            for k in range(count):
-                up, power = 8 - bits - k * bits, np.int32(3**k)
-                part, add = values[k * width : (k + 1) * width], 0 < row < rows
-                if ternary:
-                    for j in range(part.size):
-                        digit = (fields[j] * power & np.int32(255)) * np.int32(3) >> np.int32(8)
-                        number = np.float32(digit - np.int32(1)) * step
-                        part[j] = part[j] + number if add else number
-                elif add:
-                    for j in range(width):
-                        part[j] += np.float32(np.int8(fields[j] << up & highest)) * step
-                else:
-                    for j in range(width):
-                        part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
-        for i in range(length):
+        stop = min(start + BLOCK, shift.size)
+        mean, own, base = shift[start:stop], sent[start:stop], shared[start:stop]
+        for i in range(mean.size):
             mean[i] *= inverse
         for index in range(2):
             values = mean if index == 0 else own
-            for i in range(BLOCK):
+            for i in range(values.size):
                 folded[i] = values[i] * values[i]
+            for i in range(values.size, BLOCK):
+                folded[i] = np.float32(0)
             half = BLOCK // 2
             while half >= _LANES:
                 low, high = folded[:half], folded[half : 2 * half]
@@ -258,20 +231,19 @@ def land(
                 half //= 2
             for lane in range(_LANES):
                 squares[index] += folded[lane]
-        moved, base = shift[start : start + length], shared[start : start + length]
         if velocity.size:
-            moving = velocity[start : start + length]
-            for i in range(length):
+            moving = velocity[start:stop]
+            for i in range(mean.size):
                 new = mean[i] + keep * moving[i]
                 moving[i] = new
                 mean[i] = near * mean[i] + forward * new
         else:
-            for i in range(length):
+            for i in range(mean.size):
                 mean[i] = near * mean[i]
         # A separate loop, because a loop over five arrays does not compile to vector instructions.
-        for i in range(length):
+        for i in range(mean.size):
             base[i] += mean[i]
-            moved[i] = mean[i] - own[i]
+            mean[i] = mean[i] - own[i]
 
 
 @dataclass(frozen=True)
@@ -295,12 +267,10 @@ def kernels() -> Kernels | None:
         import numba
     except ImportError:
         return None
-    floats, raw, number = numba.float32[::1], numba.uint8[::1], numba.float64
-    count, rows, pair = numba.int64, numba.uint8[:, ::1], numba.float64[::1]
-    codec_signature = numba.void(floats, rows, count, numba.boolean)
+    floats, rows, number = numba.float32[::1], numba.uint8[:, ::1], numba.float64
+    codec_signature = numba.void(floats, rows, numba.int64, numba.boolean)
     land_signature = numba.void(
-        *(rows, count, count, raw, number),
-        *(floats, floats, floats, number, number, number, pair),
+        *(floats, floats, number, floats, floats, number, number, number, numba.float64[::1])
     )
     return Kernels(
         _compiled(encode, codec_signature),

@@ -1,13 +1,29 @@
-"""Messages: the updates of one or several parts of the model, summed over the workers.
+"""Messages: tensors of one or several parts of the model, summed over the workers.
 
-Each worker sends its update u of each part, and some numbers about itself, its *vote*. The sum of
-the updates is decoded when it is needed, piece by piece. Two kinds of messages have the same
-interface:
+Each worker sends its update u of each part, and some numbers about itself, its *vote*. The update
+is a change of the model, or a gradient. The sum of the updates is decoded when it is needed, piece
+by piece. Two kinds of messages have the same interface:
 
-- ``QuantizedMessage``: u is quantized, and its quantization error stays in the sender's model. With
-  two workers each one receives the update of the other. With more workers the sum takes two stages
-  (``two_stage_sum.py``), and the owner of a chunk keeps the error of the second stage.
+- ``QuantizedMessage``: u is quantized.
 - ``ExactMessage``: u is sent as it is.
+
+A quantized sum takes two stages:
+
+1. All-to-all: each worker divides its blocks into one chunk per worker, and sends chunk k to worker
+   k.
+2. All-gather: worker k adds the received chunks in float32, quantizes the sum, and sends it to all
+   workers.
+
+So each number is quantized only twice, and all workers decode the same bytes. A background thread
+starts the second stages, in the order in which the sums were started (``transport/stages.py``).
+They run on a twin (a second communicator), so that their order is independent of other collectives.
+
+Two workers that average models need a single stage, in which each one receives the update of the
+other. It sends as many bytes, and saves one operation and one quantization.
+
+The quantization errors of both stages are added to the next sum of the same tensor (*error
+feedback*). Those of the first stage stay in the local model if models are averaged. The ``Stream``
+stores them for gradients, and those of the second stage.
 """
 
 from abc import ABC, abstractmethod
@@ -20,14 +36,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.quantization.base import Codec
+from offbeat.quantization.base import pieces
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.integers import IntegerCodec
 from offbeat.quantization.kernels import BLOCK
-from offbeat.quantization.precision import uses_single_stage
-from offbeat.quantization.two_stage_sum import add_chunks, start_two_stages
+from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Handle
 from offbeat.transport.team import Team
+
+SINGLE_STAGE_WORKERS = 2
+"""Largest number of workers whose models are averaged in a single stage."""
 
 Squares = NDArray[np.float64]
 """‖D‖² and ‖u‖², summed over pieces."""
@@ -45,7 +63,9 @@ class Stream:
         starts: Index of the first block of each slice. Each slice begins with a new block.
         chunk: Blocks of the chunk that each worker owns in the second stage of a sum.
         errors: Quantization errors of the second stage in this worker's chunk: float32, 1-D. None
-            before the first sum of two stages.
+            if sums take a single stage.
+        residual: Quantization errors of the first stage: float32, 1-D, whole blocks. None if they
+            stay in the model.
     """
 
     def __init__(
@@ -61,6 +81,7 @@ class Stream:
             blocks += -(-length // BLOCK)
         self.chunk = -(-blocks // workers)
         self.errors: Tensor | None = None
+        self.residual: Tensor | None = None
         self._buffers: list[Tensor] = []
 
     @property
@@ -73,9 +94,15 @@ class Stream:
         """Bytes of the part in an exact message."""
         return sum(length * dtype.itemsize for length, dtype, _ in self._slices)
 
-    def make_errors(self) -> None:
-        """Allocate ``errors``, for a quantized sum."""
+    def make_errors(self, *, residual: bool = False) -> None:
+        """Allocate ``errors``, for quantized sums in two stages.
+
+        ``residual`` True also allocates ``residual``, for a part with a single slice.
+        """
         self.errors = torch.zeros(self.chunk * BLOCK, dtype=torch.float32, device=self.device)
+        if residual:
+            blocks = -(-self.elements // BLOCK)
+            self.residual = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=self.device)
 
     def make_full_errors(self) -> None:
         """Allocate ``errors`` for a message that keeps the error of each element of the part."""
@@ -108,7 +135,13 @@ class Message(ABC):
     Args:
         streams: The parts, in order.
         what: Name of the operation in errors.
+
+    Attributes:
+        votes: The vote of each worker, by rank, once the message has arrived.
+        integers: True if the updates are quantized to integers.
     """
+
+    integers = False
 
     def __init__(self, streams: Sequence[Stream], what: str) -> None:
         self.streams, self.what = streams, what
@@ -131,7 +164,7 @@ class Message(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Make the update zero."""
+        """Make the update zero. This worker's earlier errors are then kept for a later sum."""
 
     @abstractmethod
     def start(self, vote: Sequence[float] | None) -> Handle[Any]:
@@ -148,23 +181,12 @@ class Message(ABC):
         The arguments are those of ``write``. The tensors have any floating-point dtype.
         """
 
-    def packed(
-        self, part: int, piece: int, start: int, count: int
-    ) -> tuple[int, tuple[Any, ...]] | None:
-        """Return the encoded numbers from ``start`` on, for ``kernels.land``.
-
-        Returns:
-            Their number, at most ``count``, and the first four arguments of the loop. None if the
-            numbers are not integers on the CPU.
-        """
-        return None
-
 
 class ExactMessage(Message):
     """A message whose updates are sent as they are.
 
     Args:
-        keep: True if ``read`` is called with ``sent``: the message then keeps a copy of the update.
+        keep: True if ``read`` writes ``sent``: the message then keeps a copy of the update.
     """
 
     def __init__(self, team: Team, streams: Sequence[Stream], what: str, *, keep: bool) -> None:
@@ -224,32 +246,25 @@ class QuantizedMessage(Message):
     chunk of each part. In a single stage it has one row. The vote follows at the end of each row.
 
     Args:
-        team: The workers.
-        twin: Communicator of second stages, without accounting.
+        wire: The workers, and their communicator of second stages.
         precision: Precision of both stages.
-        streams: The parts.
+        streams: The parts. Either all have ``errors``, or none, for a single stage.
         what: Name of the operation in errors.
         vote: Number of numbers in a vote.
     """
 
     def __init__(
-        self,
-        team: Team,
-        twin: Any,
-        precision: str,
-        streams: Sequence[Stream],
-        what: str,
-        *,
-        vote: int,
+        self, wire: Wire, precision: str, streams: Sequence[Stream], what: str, *, vote: int = 0
     ) -> None:
         super().__init__(streams, what)
-        self._team, self._twin = team, twin
-        self._codec: Codec = CODECS[precision]()
+        self._wire, self._codec = wire, CODECS[precision]()
+        self.integers = isinstance(self._codec, IntegerCodec)
         self._size = size = self._codec.block_bytes
-        self._single = uses_single_stage(precision, team.size)
-        rows = 1 if self._single else team.size
+        self._single = streams[0].errors is None
+        workers = wire.team.size
+        rows = 1 if self._single else workers
         # Blocks of each part in one row, and the position of its first byte.
-        self._blocks = [stream.chunk * (team.size // rows) for stream in streams]
+        self._blocks = [stream.chunk * (workers // rows) for stream in streams]
         self._starts = [size * sum(self._blocks[:i]) for i in range(len(streams))]
         self._vote_bytes = 8 * vote
         length = size * sum(self._blocks) + self._vote_bytes
@@ -273,6 +288,11 @@ class QuantizedMessage(Message):
 
     @override
     def write(self, part: int, piece: int, start: int, values: Tensor) -> None:
+        residual = self.streams[part].residual
+        if residual is not None:
+            stop = start + values.numel()
+            residual[start:stop].add_(values)
+            values = residual[start : stop + -stop % BLOCK]
         for row, first, done, numbers in self._ranges(part, piece, start, values.numel()):
             some = values[done : done + numbers]
             padding = -numbers % BLOCK
@@ -283,13 +303,13 @@ class QuantizedMessage(Message):
                 whole[:numbers] = some
                 some = whole
             rows = self._rows(self._sent, row, first, numbers)
-            self._codec.encode(some, rows, keep_error=False)
+            self._codec.encode(some, rows, keep_error=residual is not None)
 
     @override
     def finite(self) -> bool:
         """Return False if a scale is NaN. A GPU is read once."""
         count = sum(self._blocks)
-        if not (count and isinstance(self._codec, IntegerCodec)):
+        if not (count and self.integers):
             return True
         blocks = self._sent[:, : self._size * count].unflatten(1, (count, self._size))
         return not bool(blocks[..., :4].contiguous().view(torch.float32).isnan().any())
@@ -305,86 +325,69 @@ class QuantizedMessage(Message):
         if vote:
             numbers = torch.tensor(vote, dtype=torch.float64, device="cpu").view(torch.uint8)
             self._sent[:, -self._vote_bytes :] = numbers.to(self._sent.device)
+        team, flat = self._wire.team, self._sent.view(-1)
         if self._single:
-            gathering = self._team.communicator.gather(self._sent[0], what=self.what)
+            return team.communicator.gather(flat, what=self.what).then(self._store)
+        first = team.communicator.exchange(flat, what=self.what)
+        # Count the second stage now, because the step in which it starts may vary.
+        team.account.sent(self._size * sum(self._blocks))
+        stages = team.stages.start(first, self._start_second, what=self.what, like=flat)
+        return stages.then(self._store)
 
-            def store(rows: list[Tensor]) -> None:
-                self._sums = torch.stack(rows)
-                self._read_votes(self._sums)
-
-            return gathering.then(store)
-        chunks = [stream.chunk for stream in self.streams]
-        sums = start_two_stages(
-            self._sent,
-            self._add_up,
-            self._team,
-            self._twin,
-            sum_bytes=self._size * sum(chunks),
-            what=self.what,
-        )
-
-        def store_sums(rows: Tensor) -> None:
-            self._sums = rows
-
-        return sums.then(store_sums)
+    def _store(self, rows: list[Tensor]) -> None:
+        self._sums = torch.stack(rows)
+        if self._single:
+            self._read_votes(self._sums)
 
     def _read_votes(self, received: Tensor) -> None:
         if self._vote_bytes:
             votes = received[:, -self._vote_bytes :].cpu().contiguous()
             self.votes = votes.view(torch.float64).tolist()
 
-    def _add_up(self, received: Tensor) -> Tensor:
-        """Add up this worker's chunk of each part."""
+    def _start_second(self, received: Tensor) -> Handle[list[Tensor]]:
+        """Add up this worker's chunk of each part, and send the sums. For a background thread."""
+        size, codec = self._size, self._codec
+        received = received.view(len(self._sent), -1)
         self._read_votes(received)
-        size = self._size
-        out = torch.zeros(
-            size * sum(stream.chunk for stream in self.streams),
-            dtype=torch.uint8,
-            device=received.device,
-        )
+        out = torch.zeros(size * sum(self._blocks), dtype=torch.uint8, device=received.device)
         for stream, start in zip(self.streams, self._starts, strict=True):
             stop = start + stream.chunk * size
             chunks = received[:, start:stop]
             if not (self._contributes or bool(chunks.any())):
                 continue  # the sum is zero, too, and the errors are for a later one
             assert stream.errors is not None
-            part = out[start:stop].view(-1, size)
-            add_chunks(chunks, stream.errors, self._codec, self._codec, part)
-        return out
+            rows = out[start:stop].view(-1, size)
+            for some, numbers in pieces(rows):
+                part = stream.errors[numbers]
+                for chunk in chunks:
+                    codec.decode(chunk.view(-1, size)[some], part, add=True)
+                codec.encode(part, rows[some])
+        assert self._wire.twin is not None
+        return self._wire.twin.gather(out, what=self.what)
 
     @override
-    def read(self, part: int, piece: int, start: int, total: Tensor, sent: Tensor) -> None:
+    def read(
+        self, part: int, piece: int, start: int, total: Tensor, sent: Tensor | None = None
+    ) -> None:
         sums = self._sums
         assert sums is not None
         for row, first, done, numbers in self._ranges(part, piece, start, total.numel()):
             target = slice(done, done + numbers)
-            rows = [self._rows(self._sent, row, first, numbers)]
-            sent[target].copy_(self._decoded(rows, numbers))
+            if sent is not None:
+                self._decode([self._rows(self._sent, row, first, numbers)], sent[target])
             senders = range(len(sums)) if self._single else [row]
             rows = [self._rows(sums, sender, first, numbers) for sender in senders]
-            total[target].copy_(self._decoded(rows, numbers))
+            self._decode(rows, total[target])
 
-    def _decoded(self, summands: Sequence[Tensor], numbers: int) -> Tensor:
-        """Return the sum of encoded blocks, added in their order."""
-        blocks = len(summands[0])
-        total = torch.empty(blocks * BLOCK, dtype=torch.float32, device=self._sent.device)
-        self._codec.decode(summands[0], total)
-        for other in summands[1:]:
-            self._codec.add(other, total)
-        return total[:numbers]
-
-    @override
-    def packed(
-        self, part: int, piece: int, start: int, count: int
-    ) -> tuple[int, tuple[Any, ...]] | None:
-        codec, sums = self._codec, self._sums
-        assert sums is not None
-        if not isinstance(codec, IntegerCodec) or not sums.is_cpu:
-            return None
-        row, first, _, numbers = next(self._ranges(part, piece, start, count))
-        rows = sums.numpy() if self._single else sums.numpy()[row : row + 1]
-        sent = self._sent.numpy()[row, first:]
-        return numbers, (rows, first, codec.bits, sent)
+    def _decode(self, summands: Sequence[Tensor], out: Tensor) -> None:
+        """out ← the sum of encoded blocks, added in their order."""
+        total = out
+        if out.dtype != torch.float32 or out.device != self._sent.device:
+            total = torch.empty(len(out), dtype=torch.float32, device=self._sent.device)
+        for index, rows in enumerate(summands):
+            self._codec.decode(rows, total, add=index > 0)
+        if total is not out:
+            out.copy_(total)
 
 
 class All(Handle[None]):
@@ -402,19 +405,3 @@ class All(Handle[None]):
     def wait(self) -> None:
         for handle in self._handles:
             handle.wait()
-
-
-def make_message(
-    team: Team,
-    twin: Any,
-    precision: str | None,
-    streams: Sequence[Stream],
-    what: str,
-    *,
-    vote: int = 0,
-    keep: bool = True,
-) -> Message:
-    """Return a new message. ``precision`` None: the updates are sent exactly."""
-    if precision is None:
-        return ExactMessage(team, streams, what, keep=keep)
-    return QuantizedMessage(team, twin, precision, streams, what, vote=vote)

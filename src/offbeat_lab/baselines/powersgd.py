@@ -48,8 +48,8 @@ class LowRankMean(GradientMean):
     def __init__(
         self, flow: "PowerSGDFlow", optimizer: AttachedOptimizer, view: WorkerView, slots: int
     ) -> None:
-        worker, strategy = flow.worker, flow.strategy
-        super().__init__(worker.team, worker.wire, optimizer.buckets, slots=slots)
+        strategy = flow.strategy
+        super().__init__(flow.worker.wire, optimizer.buckets, slots=slots)
         self._start, self._view = strategy.start, view
         self._shapes: list[tuple[int, int] | None] = []  # by parameter; None if not compressed
         self.q, self.errors = list[Tensor](), list[Tensor]()
@@ -132,10 +132,9 @@ class LowRankMean(GradientMean):
 
 @dataclass
 class PowerSGDState(GradientFlowState):
-    """State of a ``PowerSGDFlow``: adds ``q`` and ``errors`` of the means of all optimizers."""
+    """State of a ``PowerSGDFlow``: adds ``q`` of the means of all optimizers."""
 
     q: list[Tensor] = field(default_factory=list)
-    errors: list[Tensor] = field(default_factory=list)
 
 
 class PowerSGDFlow(GradientFlow):
@@ -154,7 +153,6 @@ class PowerSGDFlow(GradientFlow):
         for mean in state.means:
             assert isinstance(mean, LowRankMean)
             state.q += mean.q
-            state.errors += mean.errors
 
     @override
     def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView, slots: int) -> LowRankMean:
