@@ -13,16 +13,15 @@ A transport puts it between the workers:
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
+from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError
-from offbeat.transport.communicator import Communicator, Wrapper
-from offbeat.transport.handle import Handle
-from offbeat.transport.operation import Await, Operation
-
-T = TypeVar("T")
+from offbeat.transport.communicator import Communicator, Kind
+from offbeat.transport.handle import Operation
+from wrapper import Wrapper
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,10 @@ class Fault:
 class Faults(Wrapper):
     """A communicator with the given faults."""
 
-    def __init__(
-        self, inner: Communicator, faults: Iterable[Fault], counter: list[int] | None = None
-    ) -> None:
+    def __init__(self, inner: Communicator, faults: Iterable[Fault]) -> None:
         super().__init__(inner)
         self._faults = {(f.background, f.operation): f for f in faults if f.rank == inner.rank}
-        self._counter = [0, 0] if counter is None else counter
+        self._counter = [0, 0]
         self._thread = threading.current_thread()
 
     @property
@@ -63,31 +60,27 @@ class Faults(Wrapper):
         return main, background
 
     @override
-    def start(self, operation: Operation[T]) -> Handle[T]:
-        if isinstance(operation, Await):
-            return self.inner.start(operation)
+    def start(
+        self, kind: Kind, tensor: Tensor, what: str, peer: int, tag: int, patient: bool
+    ) -> Operation[Any]:
         background = threading.current_thread() is not self._thread
         fault = self._faults.get((background, self._counter[background]))
         self._counter[background] += 1
-        handle = self.inner.start(operation)
+        operation = super().start(kind, tensor, what, peer, tag, patient)
         if fault is not None:
-            return _Failing(handle, f"rank {self.rank}: {operation.what} failed on purpose")
-        return handle
-
-    @override
-    def twin(self) -> Communicator:
-        return Faults(self.inner.twin(), self._faults.values(), self._counter)
+            return _Failing(operation, f"rank {self.rank}: {what} failed on purpose")
+        return operation
 
 
-class _Failing(Handle[T]):
-    def __init__(self, handle: Handle[T], text: str) -> None:
-        self._handle, self._text = handle, text
+class _Failing(Operation[Any]):
+    def __init__(self, operation: Operation[Any], text: str) -> None:
+        self._operation, self._text = operation, text
 
     @override
     def done(self) -> bool:
-        return self._handle.done()
+        return self._operation.done()
 
     @override
-    def wait(self) -> T:
-        self._handle.wait()
+    def block(self) -> Any:
+        self._operation.wait()
         raise CommunicationError(self._text)

@@ -166,4 +166,4 @@ class Recorded:
 
     def sums(self, name: str) -> list[int]:
         """Return the bytes of each sum whose name begins with ``name``."""
-        return [b for kind, what, b in self.operations if kind == "Sum" and what.startswith(name)]
+        return [b for kind, what, b in self.operations if kind == "sum" and what.startswith(name)]

@@ -1,16 +1,14 @@
 """A communicator that records the operations it starts."""
 
 import weakref
-from typing import TypeVar
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.transport.communicator import Communicator, Wrapper
-from offbeat.transport.handle import Handle
-from offbeat.transport.operation import Operation
-
-T = TypeVar("T")
+from offbeat.transport.communicator import Communicator, Kind
+from offbeat.transport.handle import Operation
+from wrapper import Wrapper
 
 
 class Recording(Wrapper):
@@ -24,22 +22,17 @@ class Recording(Wrapper):
     def __init__(
         self,
         inner: Communicator,
-        operations: list[tuple[str, str, int]] | None = None,
-        tensors: list[weakref.ref[Tensor]] | None = None,
+        operations: list[tuple[str, str, int]],
+        tensors: list[weakref.ref[Tensor]],
     ) -> None:
         super().__init__(inner)
-        self.operations = [] if operations is None else operations
-        self.tensors = [] if tensors is None else tensors
+        self.operations, self.tensors = operations, tensors
 
     @override
-    def start(self, operation: Operation[T]) -> Handle[T]:
-        size = operation.sent_bytes(self.rank)
-        self.operations.append((type(operation).__name__, operation.what, size))
-        tensor = getattr(operation, "tensor", None)
-        if tensor is not None:
-            self.tensors.append(weakref.ref(tensor))
-        return self.inner.start(operation)
-
-    @override
-    def twin(self) -> Communicator:
-        return Recording(self.inner.twin(), self.operations, self.tensors)
+    def start(
+        self, kind: Kind, tensor: Tensor, what: str, peer: int, tag: int, patient: bool
+    ) -> Operation[Any]:
+        sends = kind != "receive" and (kind != "broadcast" or peer == self.rank)
+        self.operations.append((kind, what, tensor.nbytes if sends else 0))
+        self.tensors.append(weakref.ref(tensor))
+        return super().start(kind, tensor, what, peer, tag, patient)

@@ -19,10 +19,9 @@ _NAMES = {
     "offbeat.strategies.base": "CustomFlow Gradients Outer SharedModel Tally WorkerView common "
     "local transient",
     "offbeat.strategies.registry": "STRATEGIES read_settings",
-    "offbeat.transport.communicator": "Communicator Wrapper",
-    "offbeat.transport.handle": "Completed Handle explained",
+    "offbeat.transport.communicator": "Communicator",
+    "offbeat.transport.handle": "Completed Handle Operation explained",
     "offbeat.transport.host": "Promise",
-    "offbeat.transport.operation": "Operation",
     "offbeat.transport.team": "Team",
     "offbeat.transport.torch_backend.network_interface": "address_of",
     "offbeat.transport.connect": "open_communicator",
@@ -107,13 +106,12 @@ if TYPE_CHECKING:
         require_correctable as require_correctable,
     )
     from offbeat.transport.communicator import Communicator as Communicator
-    from offbeat.transport.communicator import Wrapper as Wrapper
     from offbeat.transport.connect import open_communicator as open_communicator
     from offbeat.transport.handle import Completed as Completed
     from offbeat.transport.handle import Handle as Handle
+    from offbeat.transport.handle import Operation as Operation
     from offbeat.transport.handle import explained as explained
     from offbeat.transport.host import Promise as Promise
-    from offbeat.transport.operation import Operation as Operation
     from offbeat.transport.team import Team as Team
     from offbeat.transport.torch_backend.network_interface import address_of as address_of
     from offbeat.units import show_bandwidth as show_bandwidth

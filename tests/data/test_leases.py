@@ -52,10 +52,9 @@ class Workers:
 
     @staticmethod
     def team(worker: int, number: int) -> Team:
-        class Ranked(SingleCommunicator):
-            rank, size = worker, number
-
-        team = Team(Ranked())
+        communicator = SingleCommunicator()
+        communicator.rank, communicator.size = worker, number
+        team = Team(communicator)
         assert (team.identity, team.members) == (worker, (*range(number),))
         return team
 

@@ -451,7 +451,9 @@ def test_nodes_are_ordered_by_their_lowest_rank() -> None:
 class Halves(SingleCommunicator):
     """One of two workers, for a test that sends nothing."""
 
-    size = 2
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
 
     def make_communicator(self, timeout_seconds: float) -> Any:
         pytest.fail("it has nodes")

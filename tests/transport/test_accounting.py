@@ -1,4 +1,4 @@
-"""Accounting of bytes and waiting time, by itself and in a team, and what wrappers pass on."""
+"""Accounting of bytes and waiting time, by itself and in a team."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,7 @@ from typing_extensions import override
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.transport.accounting import Accounting
-from offbeat.transport.communicator import Communicator, Wrapper
+from offbeat.transport.communicator import Communicator
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
@@ -34,8 +33,7 @@ def test_payload_bytes_counts_the_inputs_of_operations(world: World) -> None:
         elif communicator.rank == 1:
             communicator.receive(torch.zeros(9), source=0, what="test").wait()
 
-    def work(inner: Communicator) -> Any:
-        communicator = Accounting(inner)
+    def work(communicator: Communicator) -> Any:
         counts = []
         operations: list[Callable[[], object]] = [
             lambda: communicator.sum(torch.zeros(7), what="test").wait(),
@@ -60,7 +58,17 @@ def test_payload_bytes_counts_the_inputs_of_operations(world: World) -> None:
         assert counts == [28, 56, 5, 24 * (rank == 0), 8 + size, 8 * size, sent]
 
 
-def test_closing_and_boards_reach_the_innermost_communicator() -> None:
+def test_one_of_several_senders_counts_its_share() -> None:
+    """An exchange counts in full: every process of a machine sends to other machines."""
+    communicator = SingleCommunicator()
+    communicator.senders = 4
+    communicator.sum(torch.zeros(7), what="test").wait()
+    assert communicator.account.payload_bytes == 28 // 4
+    communicator.exchange(torch.zeros(7), what="test").wait()
+    assert communicator.account.payload_bytes == 28 // 4 + 28
+
+
+def test_closing_reaches_the_communicator_and_boards_are_optional() -> None:
     """A communicator without a board says so."""
     closed: list[bool] = []
 
@@ -70,32 +78,35 @@ def test_closing_and_boards_reach_the_innermost_communicator() -> None:
             closed.append(together)
 
     for together in (False, True):
-        Team(Wrapper(Closing())).close(together=together)
+        Team(Closing()).close(together=together)
     assert closed == [False, True]
-    assert Team(Wrapper(SingleCommunicator())).communicator.board("b").add("n", 2) == 2
+    assert SingleCommunicator().board("b").add("n", 2) == 2
 
     class Bare(SingleCommunicator):
         board = Communicator.board
 
     with pytest.raises(OffbeatError, match="a Bare has no board, so workers cannot lease data"):
-        Wrapper(Bare()).board("b")
+        Bare().board("b")
 
 
 @worlds_without_processes
 def test_a_twin_shares_the_account(world: World) -> None:
     """So does a twin of a twin. Nothing counts while the account is paused."""
 
-    def work(inner: Communicator) -> Any:
-        communicator = Accounting(inner)
+    def work(communicator: Communicator) -> Any:
         account, twin = communicator.account, communicator.twin()
         other = twin.twin()
-        alike = (twin.rank, twin.size, twin.host) == (inner.rank, inner.size, inner.host)
+        alike = (twin.rank, twin.size, twin.host) == (
+            communicator.rank,
+            communicator.size,
+            communicator.host,
+        )
         twin.sum(torch.zeros(7), what="test").wait()
         other.gather(torch.zeros(3), what="test").wait()
         counted, waited = account.payload_bytes, account.wait_seconds
         with account.paused():
             twin.sum(torch.zeros(7), what="test").wait()
-            twin.exchange(torch.zeros(2 * inner.size), what="test").wait()
+            twin.exchange(torch.zeros(2 * communicator.size), what="test").wait()
         paused = account.payload_bytes - counted, account.wait_seconds - waited
         return alike, counted, waited, paused
 
@@ -118,12 +129,13 @@ def test_waiting_for_a_promise_counts_in_virtual_time() -> None:
 
         def activity() -> None:
             message, before = torch.zeros(250), (team.rank - 1) % team.size
-            team.uncounted.receive(message, source=before, tag=6, what="test").wait()
+            team.communicator.receive(message, source=before, tag=6, what="test").wait()
             promise.fulfil(1)
 
         team.host.spawn(activity, what="a test activity")
         after = (team.rank + 1) % team.size
-        team.uncounted.send(torch.zeros(250), destination=after, tag=6, what="test")
+        with team.account.paused():
+            team.communicator.send(torch.zeros(250), destination=after, tag=6, what="test")
         team.communicator.await_promise(promise, what="a message").wait()
         return team.account.wait_seconds, team.account.payload_bytes
 

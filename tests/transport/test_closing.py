@@ -16,8 +16,8 @@ from loops import error_of
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
-from offbeat.transport.torch_backend import abandoned_threads
 from offbeat.transport.torch_backend import process_groups as groups
+from offbeat.transport.torch_backend import threads
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from transport.communicators import held, meet
 from workers import run
@@ -184,7 +184,7 @@ def test_closing_abandons_a_thread_after_its_time_limit() -> None:
 def interrupt_the_end(rank: int, size: int) -> list[str]:
     communicator = open_one()
     sent = communicator.send(torch.zeros(1), destination=1 - rank, what="a message")
-    communicator.receive(torch.zeros(1), source=1 - rank, what="a message").wait()  # by a thread
+    communicator.receive(torch.zeros(1), source=1 - rank, what="a message").wait()  # in a thread
     sent.wait()
     if rank == 1:
         meet("rank 0 has left", [0, 1])
@@ -195,7 +195,7 @@ def interrupt_the_end(rank: int, size: int) -> list[str]:
     with pytest.raises(KeyboardInterrupt):
         communicator.close(together=True)
     meet("rank 0 has left", [0, 1])
-    return [thread.name for thread in threading.enumerate() if thread.name == "messages"]
+    return [thread.name for thread in threading.enumerate() if thread.name == "a message"]
 
 
 def test_ctrl_c_while_closing_together_leaves_nothing_open() -> None:
@@ -220,15 +220,13 @@ def leave_one_inside(rank: int, size: int) -> bool:
     communicator.host.spawn(finish, what="one that computes")
     communicator.close()
     meet("rank 0 has left", [0, 1])
-    assert [thread.name for thread, _ in abandoned_threads._abandoned] == [
-        "one that waits"
-    ]  # for at the very end
-    abandoned_threads._abandoned.clear()
+    assert [thread.name for thread, _ in threads._abandoned] == ["a message"]  # for at the very end
+    threads._abandoned.clear()
     return ended.is_set()
 
 
 def test_closing_waits_for_computing_threads_but_not_for_blocked_ones() -> None:
-    """It abandons a thread that gloo does not wake a second after its connection was closed."""
+    """It abandons a call that gloo does not end half a second after its connection was closed."""
     assert run(leave_one_inside, workers=2) == [True, True]
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.stages import Stages
@@ -43,19 +42,13 @@ def failing(communicator: Communicator) -> list[str]:
         start(3).wait()
     except ValueError as error:
         seen.append(str(error))
-    stages.stop()
-    try:
-        start(4)
-    except CommunicationError as error:
-        seen.append(str(error))
     return seen
 
 
 @every_world
 def test_a_failure_ends_all_later_operations(world: Any) -> None:
-    left = "operation after this worker has left: attach again"
     for seen in world(failing):
-        assert seen == ["0", "number 1", "number 1", "number 1", left]
+        assert seen == ["0", "number 1", "number 1", "number 1"]
 
 
 def freed(communicator: Communicator) -> int:
@@ -71,7 +64,6 @@ def freed(communicator: Communicator) -> int:
         stages.start(first, second, what="operation", like=LIKE).wait()
     del first
     left = sum(result() is not None for result in results)
-    stages.stop()
     return left
 
 

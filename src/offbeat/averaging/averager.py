@@ -321,7 +321,8 @@ class Averager(Flow):
         """
         assert flight.handle is not None
         worker = self.worker
-        worker.team.communicator.timed(flight.handle).wait()
+        with worker.team.communicator.waiting():  # with NCCL, reading the votes blocks
+            flight.handle.wait()
         if flight.buffers is not None:
             flight.buffers.wait()
         if flight.arrived_seconds is None:

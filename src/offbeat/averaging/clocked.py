@@ -197,8 +197,7 @@ class ClockedAverager(Averager):
         like = (
             self.parts[0].slices[0].space.x.tensors[0] if self.parts[0].slices else torch.empty(0)
         )
-        moving = team.movers.start(flight.handle, move, what=flight.message.what, like=like)
-        flight.moved = team.communicator.timed(moving)
+        flight.moved = team.movers.start(flight.handle, move, what=flight.message.what, like=like)
 
     def _receive(self, flight: Flight) -> None:
         """Prepare the landing of a message that has arrived. Called again, it does nothing."""

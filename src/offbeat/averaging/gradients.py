@@ -186,7 +186,7 @@ class GradientMean:
             message.read(0, 0, 0, flat)
             return flat
 
-        bucket.handle = self._team.communicator.timed(message.start(None)).then(read)
+        bucket.handle = message.start(None).then(read)
 
     def reduce(self, numbers: Sequence[float], *, contribute: bool) -> list[list[float]]:
         """Replace the gradients by their mean over the contributing workers. Blocks.

@@ -208,12 +208,12 @@ class Leases:
         Raises:
             CommunicationError: The store does not answer.
         """
-        team, start = self._team, self._team.host.now()
+        team = self._team
         failed = f"rank {team.rank}: leasing data failed: the store of the workers"
         if not future.fulfilled:
             seconds = team.communicator.timeout_seconds
-            answered = team.host.wait_for(future, seconds, "a lease of data")
-            team.account.waited(team.host.now() - start)
+            with team.communicator.waiting():
+                answered = team.host.wait_for(future, seconds, "a lease of data")
             if not answered:
                 raise CommunicationTimeout(
                     f"{failed} has not answered within timeout_seconds={seconds:g}"

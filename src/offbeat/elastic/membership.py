@@ -19,10 +19,10 @@ from offbeat.transport.board import Board
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.membership import View
 from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.torch_backend.connections import close_at_exit
 from offbeat.transport.torch_backend.process_groups import GroupFactory, ranks_text
 from offbeat.transport.torch_backend.store_access import KeyPoll
 from offbeat.transport.torch_backend.store_board import StoreBoard
+from offbeat.transport.torch_backend.threads import close_at_exit
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 logger = logging.getLogger("offbeat")
@@ -36,13 +36,6 @@ class ElasticCommunicator(TorchCommunicator):
     """The communicator of a view with several members, with a ``membership``."""
 
     membership: "StoreMembership"
-
-    @override
-    def twin(self) -> Communicator:
-        # Only the original communicator has the ``membership`` and starts view changes.
-        twin = super().twin()
-        twin.membership = None
-        return twin
 
     @override
     def board(self, name: str) -> Board:

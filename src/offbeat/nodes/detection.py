@@ -8,43 +8,20 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch.distributed as dist
-from typing_extensions import override
 
 from offbeat.errors import AttachError
-from offbeat.transport.communicator import Communicator, Transport, Wrapper
+from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.connect import open_communicator
-from offbeat.transport.handle import Handle
 from offbeat.transport.host import ThreadHost
-from offbeat.transport.operation import Operation
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Node
 from offbeat.transport.torch_backend.process_groups import GroupFactory, ranks_text
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 NodeGroup = dist.ProcessGroup | Literal["auto"]
-T = TypeVar("T")
-
-
-class LabelledCommunicator(Wrapper):
-    """A communicator that adds a label to the names of its operations in error messages.
-
-    The label, for example "inside the node", tells which group the ranks in a message refer to.
-    """
-
-    def __init__(self, inner: Communicator, label: str) -> None:
-        super().__init__(inner)
-        self._label = label
-
-    @override
-    def start(self, operation: Operation[T]) -> Handle[T]:
-        return self.inner.start(replace(operation, what=f"{operation.what} ({self._label})"))
-
-    @override
-    def twin(self) -> Communicator:
-        return LabelledCommunicator(self.inner.twin(), self._label)
 
 
 def open_nodes(
@@ -142,9 +119,9 @@ def _open_groups(
 
 
 def _with_labels(across: Communicator, node: Node) -> tuple[Communicator, Node]:
-    """Return the communicator between nodes, and the node; see ``open_nodes``."""
-    between = LabelledCommunicator(across, "between nodes")
-    return between, replace(node, inside=LabelledCommunicator(node.inside, "inside the node"))
+    """Tell in errors which group the ranks refer to. Returns the arguments."""
+    across.label, node.inside.label = " (between nodes)", " (inside the node)"
+    return across, node
 
 
 def node_ranks(

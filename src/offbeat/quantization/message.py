@@ -42,7 +42,6 @@ from offbeat.quantization.integers import IntegerCodec
 from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Handle
-from offbeat.transport.operation import Exchange
 from offbeat.transport.team import Team
 
 SINGLE_STAGE_WORKERS = 2
@@ -169,7 +168,7 @@ class Message(ABC):
 
     @abstractmethod
     def start(self, vote: Sequence[float] | None) -> Handle[Any]:
-        """Send the message. The handle sets ``votes``. Its waits are not counted.
+        """Send the message. The handle sets ``votes``.
 
         Args:
             vote: Numbers about this worker. None: none are sent, by any worker.
@@ -215,8 +214,7 @@ class ExactMessage(Message):
         handles: list[Handle[Any]] = []
         for i, sums in enumerate(self._sums):
             for j, each in enumerate(sums):
-                team.account.sent(each.nbytes)
-                handle = team.uncounted.sum(each, what=what)
+                handle = team.communicator.sum(each, what=what)
 
                 def store(result: Tensor, i: int = i, j: int = j) -> None:
                     self._sums[i][j] = result
@@ -225,12 +223,11 @@ class ExactMessage(Message):
         if vote is not None:
             device = team.communicator.control_device
             own = torch.tensor(vote, dtype=torch.float64, device=device)
-            team.account.sent(own.nbytes)
 
             def keep_votes(votes: list[Tensor]) -> None:
                 self.votes = [each.tolist() for each in votes]
 
-            gathering = team.uncounted.gather(own, what=f"votes of {what}")
+            gathering = team.communicator.gather(own, what=f"votes of {what}")
             handles.append(gathering.then(keep_votes))
         return All(handles)
 
@@ -330,11 +327,10 @@ class QuantizedMessage(Message):
             self._sent[:, -self._vote_bytes :] = numbers.to(self._sent.device)
         team, flat = self._wire.team, self._sent.view(-1)
         if self._single:
-            team.account.sent(flat.nbytes)
-            return team.uncounted.gather(flat, what=self.what).then(self._store)
-        # Count both stages now, because the step in which the second one starts may vary.
-        team.account.sent(flat.nbytes + self._size * sum(self._blocks))
-        first = team.uncounted.start(Exchange(what=self.what, tensor=flat))
+            return team.communicator.gather(flat, what=self.what).then(self._store)
+        first = team.communicator.exchange(flat, what=self.what)
+        # Count the second stage now, because the step in which it starts may vary.
+        team.account.sent(self._size * sum(self._blocks))
         stages = team.stages.start(first, self._start_second, what=self.what, like=flat)
         return stages.then(self._store)
 

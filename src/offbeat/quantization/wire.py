@@ -28,7 +28,7 @@ class Wire:
     Attributes:
         team: The workers.
         precision: The precision.
-        twin: Communicator of second stages, without accounting. None if the wire is exact.
+        twin: Communicator of second stages. None if the wire is exact.
     """
 
     def __init__(self, team: Team, precision: Precision = "float32") -> None:
@@ -37,7 +37,7 @@ class Wire:
         self.twin: Communicator | None = None
         if not self.exact:
             kernels()  # compile now, not in the first step
-            self.twin = team.uncounted.twin()
+            self.twin = team.communicator.twin()
 
     @property
     def exact(self) -> bool:

@@ -1,9 +1,10 @@
 """A communicator that runs its operations on the simulated cluster."""
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,59 +18,56 @@ from offbeat.simulate.host import SimulatedHost, SimulatedPromise
 from offbeat.simulate.kernel import Signal
 from offbeat.simulate.network import CollectiveKind
 from offbeat.transport.board import Board, LocalBoard
-from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import Handle
-from offbeat.transport.operation import (
-    Await,
-    Broadcast,
-    Exchange,
-    Gather,
-    Maximum,
-    Operation,
-    Receive,
-    Send,
-    Sum,
-)
+from offbeat.transport.communicator import Communicator, Kind
+from offbeat.transport.handle import Operation
+from offbeat.transport.host import Promise
+
+T = TypeVar("T")
 
 
-class SimulatedHandle(Handle[Any]):
-    """Handle of an operation of the simulated cluster. ``wait`` returns ``result``.
+class SimulatedOperation(Operation[Any]):
+    """An operation of the simulated cluster.
 
-    With ``patient``, ``wait`` has no time-out. A server waits for requests in this way.
+    Args:
+        worker: Communicator that starts the operation.
+        signal: Fires when the operation ends or fails.
+        result: Function that returns the result.
+        what: Name of the operation.
+        patient: True if a wait has no time-out.
     """
 
     def __init__(
         self,
-        communicator: "SimulatedCommunicator",
+        worker: "SimulatedCommunicator",
         signal: Signal,
-        result: Any,
+        result: Callable[[], Any],
         what: str,
         *,
         patient: bool = False,
     ) -> None:
-        self._communicator, self._patient = communicator, patient
+        self._worker, self._patient = worker, patient
         self._signal, self._result, self._what = signal, result, what
 
     @override
     def done(self) -> bool:
         """Return True if the operation has ended or failed. Every 100th poll takes virtual time."""
         if not self._signal.happened:
-            self._communicator.host.polled(self._what)
+            self._worker.host.polled(self._what)
         return self._signal.happened
 
     @override
-    def wait(self) -> Any:
-        communicator, host = self._communicator, self._communicator.host
+    def block(self) -> Any:
+        worker, host = self._worker, self._worker.host
         start = host.now()
-        if not self._patient and communicator.timeout_seconds < math.inf:
-            connections, limit = communicator.cluster.connections, communicator.timeout_seconds
+        if not self._patient and worker.timeout_seconds < math.inf:
+            connections, limit = worker.cluster.connections, worker.timeout_seconds
             connections.fail_after(self._signal, limit, self._what)
         host.wait(self._signal, self._what)
         failure = self._signal.failure
-        if failure is None or communicator.member in self._signal.spared:
-            return self._result
+        if failure is None or worker.member in self._signal.spared:
+            return self._result()
         seconds = host.now() - start
-        text = f"rank {communicator.rank}: {self._what} failed after {seconds:.1f} s: {failure}"
+        text = f"rank {worker.rank}: {self._what} failed after {seconds:.1f} s: {failure}"
         timed_out = isinstance(failure, CommunicationTimeout)
         raise (CommunicationTimeout if timed_out else CommunicationError)(text)
 
@@ -100,58 +98,60 @@ class SimulatedCommunicator(Communicator):
         host: SimulatedHost | None = None,
         timeout_seconds: float = math.inf,
     ) -> None:
+        host = SimulatedHost(cluster, member) if host is None else host
+        super().__init__(group.members.index(member), len(group.members), timeout_seconds, host)
+        self.host: SimulatedHost = host
         self.cluster, self.member, self.group, self._context = cluster, member, group, context
-        self.rank, self.size = group.members.index(member), len(group.members)
-        self.timeout_seconds = timeout_seconds
         self.boards: dict[str, LocalBoard] = {}
-        self.host: SimulatedHost = SimulatedHost(cluster, member) if host is None else host
-        self._twins = 0
+        self._twins = itertools.count()
 
     @override
-    def start(self, operation: Operation[Any]) -> Handle[Any]:
-        match operation:
-            case Sum():
-                return self.reduce(operation, Tensor.add_)
-            case Maximum():
-                return self.reduce(operation, _maximum_)
-            case Broadcast(tensor=tensor, source=source):
-                return self._join("broadcast", operation, operator.itemgetter(source), tensor.copy_)
-            case Gather(tensor=tensor):
+    def start(
+        self, kind: Kind, tensor: Tensor, what: str, peer: int, tag: int, patient: bool
+    ) -> Operation[Any]:
+        match kind:
+            case "sum":
+                return self.reduce(tensor, what, Tensor.add_)
+            case "maximum":
+                return self.reduce(tensor, what, _maximum_)
+            case "broadcast":
+                choose = operator.itemgetter(peer)
+                return self._join("broadcast", tensor, what, choose, tensor.copy_, tensor)
+            case "gather":
                 parts = [torch.empty_like(tensor) for _ in range(self.size)]
 
                 def store_parts(tensors: Sequence[Tensor]) -> None:
                     for part, received in zip(parts, tensors, strict=True):
                         part.copy_(received)
 
-                return self._join("gather", operation, list, store_parts, parts)
-            case Exchange(tensor=tensor):
+                return self._join("gather", tensor, what, list, store_parts, parts)
+            case "exchange":
                 result = torch.empty_like(tensor)
 
                 def store_chunks(tensors: Sequence[Tensor]) -> None:
                     torch.cat([each.chunk(self.size)[self.rank] for each in tensors], out=result)
 
-                return self._join("exchange", operation, list, store_chunks, result)
-            case Send(tensor=tensor, destination=destination, tag=tag, what=what):
-                route = self.member, self.group.members[destination], tag
+                return self._join("exchange", tensor, what, list, store_chunks, result)
+            case "send":
+                route = self.member, self.group.members[peer], tag
                 signal = self.cluster.send(self.group, self._context, route, tensor, what)
-                return SimulatedHandle(self, signal, tensor, what)
-            case Receive(tensor=tensor, source=source, tag=tag, what=what, patient=patient):
-                route = self.group.members[source], self.member, tag
+            case "receive":
+                route = self.group.members[peer], self.member, tag
                 signal = self.cluster.receive(self.group, self._context, route, tensor)
-                return SimulatedHandle(self, signal, tensor, what, patient=patient)
-            case Await(promise=promise, what=what, patient=patient):
-                assert isinstance(promise, SimulatedPromise)
-                signal = promise.signal
-                if self.cluster.faulty:  # a time-out of this wait must not fulfil the promise
-                    promise.signal.then((signal := Signal()).fire)
-                handle = SimulatedHandle(self, signal, None, what, patient=patient)
-                return handle.then(lambda _: promise.result)
-        raise TypeError(f"there is no simulated {type(operation).__name__}")
+        return SimulatedOperation(self, signal, lambda: tensor, what, patient=patient)
+
+    @override
+    def start_wait(self, promise: Promise[T], what: str, patient: bool) -> Operation[T]:
+        assert isinstance(promise, SimulatedPromise)
+        signal = promise.signal
+        if self.cluster.faulty:  # a time-out of this wait must not fulfil the promise
+            promise.signal.then((signal := Signal()).fire)
+        return SimulatedOperation(self, signal, lambda: promise.result, what, patient=patient)
 
     def reduce(
-        self, operation: Sum | Maximum, accumulate: Callable[[Tensor, Tensor], object]
-    ) -> Handle[Tensor]:
-        """Start an all-reduce that replaces the tensor of ``operation`` by its result.
+        self, tensor: Tensor, what: str, accumulate: Callable[[Tensor, Tensor], object]
+    ) -> Operation[Tensor]:
+        """Start an all-reduce that replaces ``tensor`` by its result.
 
         ``accumulate(a, b)`` reduces two tensors and stores the result in ``a``, as ``Tensor.add_``
         does.
@@ -163,26 +163,27 @@ class SimulatedCommunicator(Communicator):
                 accumulate(total, tensor)
             return total
 
-        return self._join("reduce", operation, combine, operation.tensor.copy_)
+        return self._join("reduce", tensor, what, combine, tensor.copy_, tensor)
 
     def _join(
         self,
         kind: CollectiveKind,
-        operation: Any,
+        tensor: Tensor,
+        what: str,
         combine: Callable[[Sequence[Tensor]], Any],
         store: Callable[[Any], object],
-        result: Any = None,
-    ) -> Handle[Any]:
-        """Start a collective whose handle returns ``result`` (None: the operation's tensor)."""
-        tensor, what = operation.tensor, operation.what
+        result: Any,
+    ) -> Operation[Any]:
         contribution = Contribution(kind, what, tensor, combine, store)
         signal = self.cluster.join(self.group, self._context, self.member, contribution)
-        return SimulatedHandle(self, signal, tensor if result is None else result, what)
+        return SimulatedOperation(self, signal, lambda: result, what)
 
     @override
-    def twin(self) -> Communicator:
-        self._twins += 1
-        return self._derived(self.group, self._twins - 1)
+    def separate(self) -> None:
+        """Give this copy a context of its own."""
+        key = next(self._twins)
+        self._context = self.cluster.connections.derived_context(self._context, key)
+        self._twins = itertools.count()
 
     def subgroup(self, ranks: Sequence[int], *, sharing: int = 1) -> Self:
         """Return a communicator of some of these workers, including this one.
@@ -193,10 +194,7 @@ class SimulatedCommunicator(Communicator):
         """
         members = tuple(self.group.members[rank] for rank in ranks)
         group = self.cluster.connections.subgroup(self._context, members, sharing)
-        return self._derived(group, members)
-
-    def _derived(self, group: Group, key: int | tuple[int, ...]) -> Self:
-        context = self.cluster.connections.derived_context(self._context, key)
+        context = self.cluster.connections.derived_context(self._context, members)
         return type(self)(
             self.cluster, self.member, group, context, self.host, self.timeout_seconds
         )

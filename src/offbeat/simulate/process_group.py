@@ -20,7 +20,6 @@ from torch import Tensor
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
-from offbeat.transport.operation import Sum
 from offbeat.transport.team import Node
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
@@ -91,7 +90,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if combine is None:
             raise NotImplementedError(f"{operation} is not simulated")
         (tensor,) = tensors
-        handle = self._communicator.reduce(Sum(what="dist.all_reduce", tensor=tensor), combine)
+        handle = self._communicator.reduce(tensor, "dist.all_reduce", combine)
         if operation == dist.ReduceOp.AVG:
             return _Work(handle.then(lambda total: total.div_(self._communicator.size)))
         return _Work(handle)

@@ -1,80 +1,92 @@
 """The communicator: the interface through which a worker exchanges tensors with the others.
 
-An operation (a sum, a broadcast, a message, …) is described by an ``Operation`` object.
-``Communicator.start`` starts it and returns a ``Handle``. ``Handle.wait`` blocks until the
-operation has ended. In between, the worker can compute. A *collective* is an operation in which all
-workers take part. On one communicator all workers start the same collectives in the same order.
+A method such as ``Communicator.sum`` starts an operation and returns its handle. ``Handle.wait``
+blocks until the operation has ended. In between, the worker can compute. A *collective* is an
+operation in which all workers take part. On one communicator all workers start the same collectives
+in the same order.
 """
 
+import contextlib
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, final
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol, Self, TypeVar, final
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from offbeat.errors import OffbeatError
+from offbeat.transport.accounting import Account
 from offbeat.transport.board import Board
-from offbeat.transport.handle import Handle
+from offbeat.transport.handle import Handle, Operation
 from offbeat.transport.host import Host, Promise
-from offbeat.transport.operation import (
-    Await,
-    Broadcast,
-    Exchange,
-    Gather,
-    Maximum,
-    Operation,
-    Receive,
-    Send,
-    Sum,
-)
 
 T = TypeVar("T")
+Kind = Literal["sum", "maximum", "broadcast", "gather", "exchange", "send", "receive"]
+"""Kinds of operations: five collectives, and two for messages between two workers."""
 
 
 class Communicator(ABC):
-    """Starts operations between the workers of one group.
+    """Starts operations between the workers of one group, and counts their bytes and waits.
 
     Tensors are one-dimensional and contiguous. In one operation they have the same shape and dtype
     on all workers. The order of additions in a sum is unspecified, but all workers receive
-    bit-identical results.
+    bit-identical results. The argument ``what`` of a method names the operation in errors.
 
-    A subclass implements ``start``, ``twin`` and ``close`` and sets the attributes below. Most of
-    the other methods are shorthands: ``sum(x, what="…")`` is ``start(Sum(tensor=x, what="…"))``.
-    ``operation.py`` describes their arguments; ``what`` names the operation in error messages.
+    A subclass implements ``start``, ``start_wait``, ``separate`` and ``close``.
 
     Attributes:
         rank: Rank of this worker, from 0 to ``size`` - 1.
         size: Number of workers.
         timeout_seconds: Time limit of an operation, except those started with ``patient=True``.
         host: Clock and background threads of this worker.
+        account: Account to which the communicator and its twins add.
         membership: The ``Membership`` of the communicator's view (``transport/membership.py``);
             None if the training is not elastic.
+        label: Text after the name of each operation in errors. For example, it tells in which group
+            the worker has the rank of the message.
+        senders: Number of processes of one machine of which only one sends to other machines
+            (≥ 1). Each of them counts 1/``senders`` of the bytes, except those of ``exchange``.
     """
 
-    rank: int
-    size: int
-    timeout_seconds: float
-    host: Host
     membership: Any = None  # its type would make the imports circular
+    label: str = ""
+    senders: int = 1
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float, host: Host) -> None:
+        self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
+        self.host = host
+        self.account: Account = Account()
 
     @property
     def control_device(self) -> torch.device:
         """Device for small tensors that are not model data, such as votes and lengths."""
         return torch.device("cpu")
 
-    @abstractmethod
-    def start(self, operation: Operation[T]) -> Handle[T]:
-        """Start ``operation`` and return its handle."""
+    # -- implemented by subclasses ----------------------------------------------------------------
 
     @abstractmethod
-    def twin(self) -> "Communicator":
-        """Return a second communicator between the same workers. A collective.
+    def start(
+        self, kind: Kind, tensor: Tensor, what: str, peer: int, tag: int, patient: bool
+    ) -> Operation[Any]:
+        """Start an operation that is not counted. The methods ``sum``, ``gather``, … call this.
 
-        Each communicator has its own order of operations. So two threads of a worker can each use
-        one of them.
+        Args:
+            kind: Name of the method.
+            tensor: Tensor of this worker.
+            what: Name of the operation in errors.
+            peer: Source of a broadcast or a message, or destination of a message.
+            tag: Tag of a message.
+            patient: True for a message that has no time limit.
         """
+
+    @abstractmethod
+    def start_wait(self, promise: Promise[T], what: str, patient: bool) -> Operation[T]:
+        """Return an operation that ends when ``promise`` is fulfilled; see ``await_promise``."""
+
+    @abstractmethod
+    def separate(self) -> None:
+        """Separate this copy of a communicator from the original; see ``twin``. A collective."""
 
     @abstractmethod
     def close(self, *, together: bool = False) -> None:
@@ -99,25 +111,39 @@ class Communicator(ABC):
         """
         raise OffbeatError(f"a {type(self).__name__} has no board, so workers cannot lease data")
 
+    # -- used by everyone -------------------------------------------------------------------------
+
+    @final
+    def twin(self) -> Self:
+        """Return a second communicator between the same workers. A collective.
+
+        Each communicator has its own order of operations. So two threads of a worker can each use
+        one of them.
+        """
+        twin = copy.copy(self)
+        twin.membership = None  # only the original starts view changes
+        twin.separate()
+        return twin
+
     @final
     def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """Start replacing ``tensor`` by its sum over the workers."""
-        return self.start(Sum(what=what, tensor=tensor))
+        return self._begin("sum", tensor, what)
 
     @final
     def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """Start replacing ``tensor`` by its elementwise maximum over the workers."""
-        return self.start(Maximum(what=what, tensor=tensor))
+        return self._begin("maximum", tensor, what)
 
     @final
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
         """Start replacing ``tensor`` by the tensor of worker ``source``."""
-        return self.start(Broadcast(what=what, tensor=tensor, source=source))
+        return self._begin("broadcast", tensor, what, source)
 
     @final
     def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
         """Start an all-gather: the result lists every worker's ``tensor`` in rank order."""
-        return self.start(Gather(what=what, tensor=tensor))
+        return self._begin("gather", tensor, what)
 
     @final
     def gather_numbers(self, numbers: Sequence[float], *, what: str) -> Handle[list[list[float]]]:
@@ -127,27 +153,39 @@ class Communicator(ABC):
 
     @final
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """Start an all-to-all: send chunk k of ``tensor`` to worker k."""
-        return self.start(Exchange(what=what, tensor=tensor))
+        """Start an all-to-all: send chunk k of ``tensor`` to worker k, for N chunks of equal size.
+
+        The result is a new tensor of the chunks received, in rank order. With two workers that hold
+        ``[a0, a1]`` and ``[b0, b1]``, worker 0 receives ``[a0, b0]`` and worker 1 ``[a1, b1]``.
+        """
+        return self._begin("exchange", tensor, what)
 
     @final
     def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
-        """Start sending ``tensor`` to one worker."""
-        return self.start(Send(what=what, tensor=tensor, destination=destination, tag=tag))
+        """Start sending ``tensor`` to one worker, which must start to receive with this tag."""
+        return self._begin("send", tensor, what, destination, tag)
 
     @final
     def receive(
         self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
     ) -> Handle[Tensor]:
-        """Start receiving a message into ``tensor``; see ``operation.Receive``."""
-        return self.start(
-            Receive(what=what, tensor=tensor, source=source, tag=tag, patient=patient)
-        )
+        """Start overwriting ``tensor`` with a message that worker ``source`` sends with this tag.
+
+        With ``patient`` there is no time limit, as for a server that waits for requests. The
+        operation then fails only if its connection is lost or closed.
+        """
+        return self._begin("receive", tensor, what, source, tag, patient)
 
     @final
     def await_promise(self, promise: Promise[T], *, what: str, patient: bool = False) -> Handle[T]:
-        """Return a handle that waits until another thread of this worker fulfils ``promise``."""
-        return self.start(Await(what=what, promise=promise, patient=patient))
+        """Return a handle that waits until another thread of this worker fulfils ``promise``.
+
+        The wait has the time limit and the errors of an operation. With ``patient`` it has no time
+        limit, and fails only if the connections of this worker are lost or closed.
+        """
+        operation = self.start_wait(promise, what + self.label, patient)
+        operation.communicator = self
+        return operation
 
     @final
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
@@ -167,38 +205,41 @@ class Communicator(ABC):
             bytes(t.cpu().numpy().tobytes()[:n]) for t, n in zip(received, lengths, strict=True)
         ]
 
+    @final
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Return a context whose duration counts as waiting time, except in background threads.
 
-class Wrapper(Communicator):
-    """Base class of communicators that change or observe the operations of ``inner``.
+        Waits for operations inside it do not count a second time.
+        """
+        if self.host.in_background:
+            yield
+            return
+        started = self.host.now()
+        try:
+            with self.account.paused():
+                yield
+        finally:
+            self.account.waited(self.host.now() - started)
 
-    A subclass overrides ``start``. It also overrides ``twin`` if twins must be wrapped, too.
-    """
-
-    def __init__(self, inner: Communicator) -> None:
-        self.inner = inner
-        self.rank, self.size, self.host = inner.rank, inner.size, inner.host
-        self.timeout_seconds = inner.timeout_seconds
-
-    @property
-    @override
-    def control_device(self) -> torch.device:
-        return self.inner.control_device
-
-    @override
-    def start(self, operation: Operation[T]) -> Handle[T]:
-        return self.inner.start(operation)
-
-    @override
-    def twin(self) -> Communicator:
-        return self.inner.twin()
-
-    @override
-    def board(self, name: str) -> Board:
-        return self.inner.board(name)
-
-    @override
-    def close(self, *, together: bool = False) -> None:
-        self.inner.close(together=together)
+    def _begin(
+        self,
+        kind: Kind,
+        tensor: Tensor,
+        what: str,
+        peer: int = 0,
+        tag: int = 0,
+        patient: bool = False,
+    ) -> Operation[Any]:
+        """Start an operation, and count the bytes that this worker sends."""
+        operation = self.start(kind, tensor, what + self.label, peer, tag, patient)
+        operation.communicator = self
+        sends = kind != "receive" and (kind != "broadcast" or peer == self.rank)
+        if sends and not self.host.in_background:
+            # In a ring over all processes, one process of each machine sends to another machine. In
+            # an exchange, every process does.
+            self.account.sent(tensor.nbytes // (1 if kind == "exchange" else self.senders))
+        return operation
 
 
 class Transport(Protocol):

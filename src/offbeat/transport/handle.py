@@ -1,18 +1,22 @@
 """Handles: the objects with which a worker waits for an operation that it has started.
 
-Operations are sums over the workers, messages and the like; see ``transport/operation.py``.
+Operations are sums over the workers, messages and the like; see ``transport/communicator.py``.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, final
 
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError
+from offbeat.transport.host import Promise
 
 T = TypeVar("T")
 U = TypeVar("U")
+SLICE_SECONDS = 0.1
+"""Longest time for which the main thread blocks without handling signals such as Ctrl-C."""
 
 
 class Handle(ABC, Generic[T]):
@@ -60,8 +64,30 @@ class _Then(Handle[U]):
         return self._result[0]
 
 
-class Completed(Handle[T]):
-    """The handle of an operation that has already ended."""
+class Operation(Handle[T]):
+    """An operation in progress. A subclass implements ``done`` and ``block``.
+
+    Attributes:
+        communicator: Communicator that counts the waits; None: they are not counted.
+    """
+
+    communicator: Any = None  # its type would make the imports circular
+
+    @final
+    @override
+    def wait(self) -> T:
+        if self.communicator is None:
+            return self.block()
+        with self.communicator.waiting():
+            return self.block()
+
+    @abstractmethod
+    def block(self) -> T:
+        """Block until the operation has ended, and return its result; see ``wait``."""
+
+
+class Completed(Operation[T]):
+    """An operation that has already ended."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -71,8 +97,32 @@ class Completed(Handle[T]):
         return True
 
     @override
-    def wait(self) -> T:
+    def block(self) -> T:
         return self._result
+
+
+class PromiseWait(Operation[T]):
+    """A wait for a promise between threads.
+
+    Args:
+        promise: The promise, made by a ``ThreadHost``.
+        check: Function that is called every 0.1 s with the duration of the wait in seconds. It
+            raises an error if the wait must end.
+    """
+
+    def __init__(self, promise: Promise[T], check: Callable[[float], None]) -> None:
+        self._promise, self._check = promise, check
+
+    @override
+    def done(self) -> bool:
+        return self._promise.fulfilled
+
+    @override
+    def block(self) -> T:
+        started = time.perf_counter()
+        while not self._promise.wait(SLICE_SECONDS):
+            self._check(time.perf_counter() - started)
+        return self._promise.result
 
 
 class UnexplainedError(CommunicationError):
@@ -80,11 +130,14 @@ class UnexplainedError(CommunicationError):
 
     Finding the cause means checking which workers still run. Only the training thread may do so: it
     calls ``explain`` when it learns of the failure.
+
+    Attributes:
+        explain: Function that finds the cause, and returns the error to raise. Blocks.
     """
 
-    @abstractmethod
-    def explain(self) -> CommunicationError:
-        """Find the cause, and return the error to raise. Blocks."""
+    def __init__(self, text: str, explain: Callable[[], CommunicationError]) -> None:
+        super().__init__(text)
+        self.explain = explain
 
 
 def explained(error: Exception) -> Exception:

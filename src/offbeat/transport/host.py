@@ -13,22 +13,26 @@ from typing import Generic, TypeVar
 from typing_extensions import override
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.001
 
 
 class Promise(Generic[T]):
     """A future: a result that one thread of a worker will pass to another.
 
-    ``Communicator.await_promise`` waits for it. ``Host.promise`` returns a subclass that wakes the
-    waiting thread.
+    ``Host.promise`` makes it, and ``Communicator.await_promise`` waits for it.
     """
 
     def __init__(self) -> None:
         self._results: list[T] = []
+        self._event = threading.Event()
 
     def fulfil(self, result: T) -> None:
         """Set the result. Called once."""
         self._results.append(result)
+        self._event.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Block for at most ``seconds``. Return True if the promise is fulfilled."""
+        return self._event.wait(seconds)
 
     @property
     def fulfilled(self) -> bool:
@@ -69,6 +73,7 @@ class Host(ABC):
     def promise(self) -> Promise[T]:
         """Return a new promise between threads of this worker."""
 
+    @abstractmethod
     def wait_for(self, promise: Promise[T], seconds: float, what: str) -> bool:
         """Block until ``promise`` is fulfilled, for about ``seconds`` at most.
 
@@ -83,10 +88,6 @@ class Host(ABC):
         Returns:
             True if the promise is fulfilled.
         """
-        end = self.now() + seconds
-        while not promise.fulfilled and self.now() < end:
-            self.sleep(_POLL_SECONDS, what)
-        return promise.fulfilled
 
     def computed(self, progress: float) -> None:  # noqa: B027 - optional
         """Report that a fraction of the current step's computation is done.
@@ -102,23 +103,6 @@ class Host(ABC):
 
         The simulator reports them for all workers. A real host does nothing.
         """
-
-
-class ThreadPromise(Promise[T]):
-    """A promise between real threads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._event = threading.Event()
-
-    @override
-    def fulfil(self, result: T) -> None:
-        super().fulfil(result)
-        self._event.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Block for at most ``seconds``. Return True if the promise is fulfilled."""
-        return self._event.wait(seconds)
 
 
 class ThreadHost(Host):
@@ -143,13 +127,12 @@ class ThreadHost(Host):
         thread.start()
 
     @override
-    def promise(self) -> ThreadPromise[T]:
-        return ThreadPromise()
+    def promise(self) -> Promise[T]:
+        return Promise()
 
     @override
     def wait_for(self, promise: Promise[T], seconds: float, what: str) -> bool:
-        assert isinstance(promise, ThreadPromise)
-        return promise.wait(seconds)
+        return promise.wait(min(seconds, threading.TIMEOUT_MAX))
 
     @override
     def processor_seconds(self) -> float:

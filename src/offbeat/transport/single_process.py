@@ -1,25 +1,17 @@
 """The communicator of a single process: sums, broadcasts and gathers complete at once."""
 
-from typing import Any
+from typing import Any, TypeVar
 
+from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationTimeout
 from offbeat.transport.board import Board, LocalBoard
-from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import Completed, Handle
-from offbeat.transport.host import ThreadHost, ThreadPromise
-from offbeat.transport.operation import (
-    Await,
-    Broadcast,
-    Exchange,
-    Gather,
-    Maximum,
-    Operation,
-    Receive,
-    Send,
-    Sum,
-)
+from offbeat.transport.communicator import Communicator, Kind
+from offbeat.transport.handle import Completed, Operation, PromiseWait
+from offbeat.transport.host import Promise, ThreadHost
+
+T = TypeVar("T")
 
 
 class SingleCommunicator(Communicator):
@@ -29,36 +21,36 @@ class SingleCommunicator(Communicator):
         timeout_seconds: Time limit of waits for other threads of this process.
     """
 
-    rank = 0
-    size = 1
-
     def __init__(self, timeout_seconds: float = 300.0) -> None:
-        self.timeout_seconds = timeout_seconds
-        self.host: ThreadHost = ThreadHost()
+        super().__init__(0, 1, timeout_seconds, ThreadHost())
 
     @override
-    def start(self, operation: Operation[Any]) -> Handle[Any]:
-        match operation:
-            case Sum(tensor=tensor) | Maximum(tensor=tensor) | Broadcast(tensor=tensor):
-                return Completed(tensor)
-            case Gather(tensor=tensor):
-                return Completed([tensor])
-            case Exchange(tensor=tensor):
-                return Completed(tensor.clone())
-            case Send(what=what, destination=rank):
-                raise ValueError(f"{what}: a single worker has no rank {rank} to send to")
-            case Receive(what=what, source=rank):
-                raise ValueError(f"{what}: a single worker has no rank {rank} to receive from")
-            case Await(promise=promise, what=what, patient=patient):
-                assert isinstance(promise, ThreadPromise)
-                return _PromiseHandle(promise, what, self.timeout_seconds, patient)
-        raise TypeError(f"a single worker has no {type(operation).__name__}")
+    def start(
+        self, kind: Kind, tensor: Tensor, what: str, peer: int, tag: int, patient: bool
+    ) -> Operation[Any]:
+        if kind == "send":
+            raise ValueError(f"{what}: a single worker has no rank {peer} to send to")
+        if kind == "receive":
+            raise ValueError(f"{what}: a single worker has no rank {peer} to receive from")
+        if kind == "gather":
+            return Completed([tensor])
+        return Completed(tensor.clone() if kind == "exchange" else tensor)
 
     @override
-    def twin(self) -> Communicator:
-        twin = SingleCommunicator(self.timeout_seconds)
-        twin.host = self.host
-        return twin
+    def start_wait(self, promise: Promise[T], what: str, patient: bool) -> Operation[T]:
+        limit = self.timeout_seconds
+
+        def check(seconds: float) -> None:
+            if seconds > limit and not patient:
+                raise CommunicationTimeout(
+                    f"{what} was not fulfilled within timeout_seconds={limit:g}"
+                )
+
+        return PromiseWait(promise, check)
+
+    @override
+    def separate(self) -> None:
+        """Do nothing: there are no connections."""
 
     @override
     def board(self, name: str) -> Board:
@@ -67,25 +59,3 @@ class SingleCommunicator(Communicator):
     @override
     def close(self, *, together: bool = False) -> None:
         """Do nothing: there are no connections."""
-
-
-class _PromiseHandle(Handle[Any]):
-    def __init__(
-        self, promise: ThreadPromise[Any], what: str, timeout_seconds: float, patient: bool
-    ) -> None:
-        self._promise, self._what = promise, what
-        self._timeout_seconds, self._patient = timeout_seconds, patient
-
-    @override
-    def done(self) -> bool:
-        return self._promise.fulfilled
-
-    @override
-    def wait(self) -> Any:
-        while not self._promise.wait(self._timeout_seconds):
-            if self._patient:
-                continue
-            raise CommunicationTimeout(
-                f"{self._what} was not fulfilled within timeout_seconds={self._timeout_seconds:g}"
-            )
-        return self._promise.result

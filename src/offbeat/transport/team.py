@@ -3,12 +3,12 @@
 In elastic training each view has its own communicator; see ``transport/membership.py``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from offbeat.transport.accounting import Account, Accounting
+from offbeat.transport.accounting import Account
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.host import Host
 from offbeat.transport.membership import Membership, View
@@ -51,6 +51,7 @@ class Team:
         communicator: Communicator between the workers in the first view of this worker. With a
             node: between this process and its counterparts.
         node: Node of this process; None if the process is a worker by itself.
+        account: Account to which the communicators add; None creates one.
 
     Attributes:
         view: Number of the current view; 0 if the training is not elastic.
@@ -58,18 +59,22 @@ class Team:
             view (view 0), or a new number if the worker joined later. It never changes. Example:
             after worker 1 of 3 is lost, ``members`` is (0, 2).
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
-        stages: Starts the second stages of sums of the current view, in a background thread.
-        movers: Moves the shared model by sums that have arrived, in another background thread.
+        stages: Starts the second stages of sums of the current view, in background threads.
+        movers: Moves the shared model by sums that have arrived, in other background threads.
         host: Clock and background threads of this worker.
         account: Bytes sent and time waited in all views.
         membership: Interface for agreeing on the next view; None if the training is not elastic.
     """
 
-    communicator: Accounting
-
-    def __init__(self, communicator: Communicator, *, node: Node | None = None) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        node: Node | None = None,
+        account: Account | None = None,
+    ) -> None:
         self.node = node
-        self.account = Account()
+        self.account = Account() if account is None else account
         self._replica_team: Team | None = None
         if communicator.membership is None:
             self._set_view(View(0, tuple(range(communicator.size)), communicator))
@@ -79,7 +84,8 @@ class Team:
     def _set_view(self, view: View) -> None:
         self.view, self.members = view.number, view.members
         self.membership: Membership | None = view.communicator.membership
-        self.communicator = Accounting(view.communicator, self.account)
+        self.communicator = view.communicator
+        self.communicator.account = self.account
         self.host: Host = view.communicator.host
         self.stages = Stages(view.communicator, "second stages of sums")
         self.movers = Stages(view.communicator, "landings of parts")
@@ -151,10 +157,8 @@ class Team:
         if self.node is None or self.copies == 1:
             return self
         if self._replica_team is None:
-            team = self._replica_team = Team(self.node.everyone)
-            # In a ring over all processes only one process of each node sends to another node.
-            team.account = self.account
-            team.communicator = Accounting(self.node.everyone, self.account, senders=self.copies)
+            self._replica_team = Team(self.node.everyone, account=self.account)
+            self.node.everyone.senders = self.copies
         return self._replica_team
 
     def sum_over_shards(self, *values: float) -> list[float]:
@@ -172,9 +176,7 @@ class Team:
         if self.node is None:
             return list(values)
         inside = self.node.inside
-        own = torch.tensor(values, dtype=torch.float64, device=inside.control_device)
-        sums: list[float] = inside.sum(own, what="sum over a node").wait().tolist()
-        return sums
+        return inside.sum(_numbers(values, inside), what="sum over a node").wait().tolist()
 
     def agree(self, *values: float) -> list[float]:
         """Return the maximum of each value over the processes of this node.
@@ -185,23 +187,16 @@ class Team:
         if self.node is None:
             return list(values)
         inside = self.node.inside
-        own = torch.tensor(values, dtype=torch.float64, device=inside.control_device)
-        started = self.host.now()
-        # With NCCL, wait() returns early, and tolist() blocks.
-        largest: list[float] = inside.maximum(own, what="agreement of a node").wait().tolist()
-        self.account.waited(self.host.now() - started)
-        return largest
-
-    @property
-    def uncounted(self) -> Communicator:
-        """The communicator without accounting, for background threads."""
-        return self.communicator.inner
+        largest = inside.maximum(_numbers(values, inside), what="agreement of a node")
+        with self.communicator.waiting():
+            return largest.wait().tolist()  # with NCCL, wait() returns early, and tolist() blocks
 
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
-        for team in (self, self.replica_team):
-            team.stages.stop()
-            team.movers.stop()
         self.communicator.close(together=together)
         if self.node is not None:
             self.node.close(together=together)
+
+
+def _numbers(values: Sequence[float], communicator: Communicator) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=communicator.control_device)

@@ -113,7 +113,7 @@ class ParameterServer:
         """
         assert self.idle, "the answer of the last request was not taken"
         request = Request(kind, self._team.rank, clock, min_clock)
-        answers = self._ask(request, self.vector, background=True)
+        answers = self._ask(request, self.vector)
         if request.pulls:
             own = 0 if self.shard is None else self.shard.values.nbytes
             self.pulled_bytes += self.vector.nbytes - own
@@ -224,7 +224,6 @@ class ParameterServer:
         values: Tensor | None = None,
         *,
         server: int | None = None,
-        background: bool = False,
     ) -> list[Handle[Answer]]:
         """Send a request and start to receive the answers.
 
@@ -232,8 +231,6 @@ class ParameterServer:
             request: The request.
             values: Values to push, which the pulled values replace. None: none.
             server: Rank of the server. None: all servers.
-            background: True if a background thread waits for the answers. Telemetry then does not
-                count the waiting time.
         """
         if self._failure is not None:
             raise explained(self._failure)
@@ -245,18 +242,13 @@ class ParameterServer:
             places = {server: places[server]}
         for rank in places:
             if rank != self._team.rank:
-                self._send(request.encode(), rank, _REQUEST, background)
-        return [
-            self._exchange(request, rank, values[place], background)
-            for rank, place in places.items()
-        ]
+                self._send(request.encode(), rank, _REQUEST)
+        return [self._exchange(request, rank, values[place]) for rank, place in places.items()]
 
-    def _exchange(
-        self, request: Request, server: int, values: Tensor, background: bool
-    ) -> Handle[Answer]:
+    def _exchange(self, request: Request, server: int, values: Tensor) -> Handle[Answer]:
         """Send the values of a request, if it pushes, and start to receive the answer."""
-        communicator = self._team.uncounted if background else self._team.communicator
-        patient = background and request.min_clock > -NO_CLOCK
+        communicator = self._team.communicator
+        patient = request.min_clock > -NO_CLOCK
         if server == self._team.rank:
             promise: Promise[Answer] = self._team.host.promise()
 
@@ -272,7 +264,7 @@ class ParameterServer:
                 return communicator.await_promise(promise, what=what, patient=patient)
             return Completed(promise.result if request.answered else Answer(0))
         if request.pushes and values.numel():
-            self._send(values, server, _PUSHED, background)
+            self._send(values, server, _PUSHED)
         if not request.answered:
             return Completed(Answer(0))
         what = f"{request.kind} at the parameter server of rank {server}"
@@ -283,12 +275,12 @@ class ParameterServer:
             return receive(values, tag=_PULLED).then(lambda _: Answer(*header.wait().tolist()))
         return header.then(lambda numbers: Answer(*numbers.tolist()))
 
-    def _send(self, tensor: Tensor, server: int, tag: int, background: bool) -> None:
-        communicator = self._team.uncounted if background else self._team.communicator
-        what = f"request to the parameter server of rank {server}"
-        self._sent.append(communicator.send(tensor, destination=server, tag=tag, what=what))
-        if background:
-            self._team.account.sent(tensor.nbytes)
+    def _send(self, tensor: Tensor, server: int, tag: int) -> None:
+        what, send = (
+            f"request to the parameter server of rank {server}",
+            self._team.communicator.send,
+        )
+        self._sent.append(send(tensor, destination=server, tag=tag, what=what))
 
     def _wait_for_sent(self) -> None:
         for handle in self._sent:
@@ -306,7 +298,7 @@ class ParameterServer:
         left.fulfil(None)
 
     def _handle_requests(self, shard: Shard, rank: int) -> None:
-        communicator = self._team.uncounted
+        communicator = self._team.communicator
         what = f"a request of rank {rank} to the parameter server"
         # One buffer is enough. This thread handles a push before it receives the next request, and
         # a worker that waits for pulled values pushes nothing.
@@ -319,8 +311,9 @@ class ParameterServer:
             if pulled is not None and pulled.numel():  # shards of a small vector may be empty
                 messages[_PULLED] = buffer.copy_(pulled)
             for tag, tensor in messages.items():
-                what = f"answer to rank {rank}"
-                sent.append(communicator.send(tensor, destination=rank, tag=tag, what=what))
+                # A request of the training thread may cause this answer, which does not count.
+                start, what = communicator.start, f"answer to rank {rank}"
+                sent.append(start("send", tensor, what, peer=rank, tag=tag, patient=False))
 
         while True:
             header = torch.zeros(3, dtype=torch.int64, device="cpu")

@@ -129,8 +129,7 @@ class SparseMessage(Message):
             ) -> None:
                 self._sums[index] = vectors.sum(messages, self._errors[index].dtype)
 
-            self._team.account.sent(message.nbytes)
-            handles.append(self._team.uncounted.gather(message, what=self.what).then(store))
+            handles.append(self._team.communicator.gather(message, what=self.what).then(store))
         return All(handles)
 
     @override

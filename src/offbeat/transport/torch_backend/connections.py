@@ -4,45 +4,32 @@ A *twin* is a second communicator between the same workers, with separate proces
 communicator and its twins share one ``Connections`` object, because a lost worker ends all of them.
 """
 
-import atexit
+import contextlib
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any
 
+import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError, CommunicationTimeout
-from offbeat.transport.handle import UnexplainedError
+from offbeat.transport.handle import SLICE_SECONDS, Operation, UnexplainedError
 from offbeat.transport.host import ThreadHost
 from offbeat.transport.torch_backend import process_groups as groups
-from offbeat.transport.torch_backend.abandoned_threads import abandon_thread
 from offbeat.transport.torch_backend.exit_reasons import ExitReasons
 from offbeat.transport.torch_backend.failure_detection import LivenessCheck
 from offbeat.transport.torch_backend.process_groups import GroupFactory, OpeningError, ranks_text
-from offbeat.transport.torch_backend.receiver_thread import ReceiverThread
+from offbeat.transport.torch_backend.store_access import call_within
+from offbeat.transport.torch_backend.threads import call_in_thread, close_at_exit
 
 _SETTLE_SECONDS = 0.5  # time in which operations should fail after their sockets were closed
-_ABANDON_SECONDS = 1.0  # time after which close() stops waiting for a thread blocked in gloo
-
-
-class PendingOperation(Protocol):
-    """An operation that was started and not yet waited for."""
-
-    def done(self) -> bool:
-        """Return True if the operation is known to have ended."""
-
-    def failed(self) -> bool:
-        """Return True if the operation is known to have failed."""
-
-    def running(self) -> bool:
-        """Return True if a thread of the backend may still execute the operation."""
-
-    def abandon(self) -> None:
-        """Drop the reference to the backend's operation."""
+_FOREVER = timedelta(days=365)
+_SLICE = timedelta(seconds=SLICE_SECONDS)
+_CLOSED = "the connections are closed"
 
 
 @dataclass
@@ -86,36 +73,29 @@ class Connections:
     Args:
         factory: Factory that opens the groups. If ``factory.lost`` is None, a ``LivenessCheck``
             finds lost workers.
-        backend: Backend of the groups for collectives on tensors that are not on the CPU.
         host: Host that runs this worker's background threads.
         timeout_seconds: Time limit of one operation.
         liveness_seconds: Time in which another worker must answer the ``LivenessCheck``.
-        closing_seconds: Longest time for which ``close`` waits for the threads of ``host``, and
-            again for ``receiver``.
+        closing_seconds: Longest time for which ``close`` waits for the threads of ``host``.
 
     Attributes:
         closed: True once ``close`` was called.
         pending: Operations that were started and not yet waited for.
-        receiver: Thread that waits for messages on behalf of the main thread.
-        blocked_threads: Other threads that wait in the backend for a message.
     """
 
     def __init__(
         self,
         factory: GroupFactory,
-        backend: str,
         host: ThreadHost,
         *,
         timeout_seconds: float,
         liveness_seconds: float,
         closing_seconds: float,
     ) -> None:
-        self.rank, self.backend, self.host = factory.rank, backend, host
+        self.rank, self.backend, self.host = factory.rank, factory.backend, host
         self.timeout_seconds = timeout_seconds
         self.closed = False
-        self.pending: set[PendingOperation] = set()
-        self.blocked_threads: set[threading.Thread] = set()
-        self.receiver = ReceiverThread()
+        self.pending: set[TorchOperation] = set()
         self._closing_seconds = closing_seconds
         self._factory = factory
         self._channels: list[Channel] = []
@@ -136,14 +116,11 @@ class Connections:
             return self._factory.open(backend, self.timeout_seconds)
         except RuntimeError as error:
             elapsed = time.perf_counter() - started
+            known = isinstance(error, OpeningError)
             text = f"rank {self.rank}: opening connections failed after {elapsed:.1f} s"
-            reason = ""
-            if isinstance(error, OpeningError):
-                text += f": {error}"
-            else:
-                reason = _first_line(error)
+            text += f": {error}" if known else ""
             timed_out = elapsed >= 0.95 * self.timeout_seconds
-            failure = Failure("opening", elapsed, timed_out, reason)
+            failure = Failure("opening", elapsed, timed_out, "" if known else _first_line(error))
             raise self._error(text, failure)() from None
 
     def open_channel(self) -> Channel:
@@ -156,22 +133,34 @@ class Connections:
 
     # -- failures ---------------------------------------------------------------------------------
 
-    def poll(self) -> bool:
+    def poll(self) -> None:
         """Close all sockets if an operation has failed or a worker is lost or has left.
 
-        Most waits call this method every 0.1 s. Closing the sockets ends operations that would
-        otherwise block until their time limit. Example: this worker waits for worker 1, which waits
-        for the lost worker 2.
+        Waits call this method every 0.1 s. Closing the sockets ends operations that would otherwise
+        block until their time limit. Example: this worker waits for worker 1, which waits for the
+        lost worker 2.
 
-        Returns:
-            True if the sockets were closed more than 0.5 s ago. The caller then stops waiting,
-            because gloo does not always end an operation when its sockets are closed.
+        Raises:
+            RuntimeError: The sockets were closed more than 0.5 s ago. The caller stops waiting,
+                because gloo does not always end an operation when its sockets are closed.
         """
         failed = any(operation.failed() for operation in list(self.pending))
         if failed or self._exit_reasons.any_published() or self._lost():
             self._close_sockets()
         closed_at = self._closed_at
-        return closed_at is not None and time.perf_counter() - closed_at > _SETTLE_SECONDS
+        if closed_at is not None and time.perf_counter() - closed_at > _SETTLE_SECONDS:
+            raise RuntimeError(_CLOSED)
+
+    def check_wait(self, what: str, patient: bool, seconds: float) -> None:
+        """Raise an error if a wait for a thread of this worker must end after ``seconds``."""
+        if self.closed:
+            raise self.error_after_close(what)
+        try:
+            if seconds > self.timeout_seconds and not patient:
+                raise RuntimeError("no answer")
+            self.poll()
+        except RuntimeError as error:
+            raise self.failure(what, seconds, error, patient=patient) from None
 
     def _close_sockets(self) -> None:
         self._closed_at = self._closed_at or time.perf_counter()
@@ -188,20 +177,19 @@ class Connections:
         )
 
     def failure(
-        self, what: str, started: float, error: RuntimeError, *, patient: bool = False
+        self, what: str, seconds: float, error: RuntimeError, *, patient: bool
     ) -> CommunicationError:
-        """Return the error to raise for a failed operation; see ``explain``.
+        """Return the error to raise for an operation that failed; see ``explain``.
 
         Args:
             what: Name of the operation.
-            started: Start of the operation, by ``time.perf_counter``.
+            seconds: Time from the start of the operation to its failure.
             error: Error of the backend.
             patient: True if the operation has no time limit.
         """
         error.__traceback__ = None  # it would keep a process group alive
-        elapsed = time.perf_counter() - started
-        timed_out = not patient and elapsed >= 0.95 * self.timeout_seconds
-        return self.explain(Failure(what, elapsed, timed_out, _first_line(error)))
+        timed_out = not patient and seconds >= 0.95 * self.timeout_seconds
+        return self.explain(Failure(what, seconds, timed_out, _first_line(error)))
 
     def explain(self, failure: Failure) -> CommunicationError:
         """Close all sockets, and return the error to raise for a failure.
@@ -218,7 +206,8 @@ class Connections:
             # worker that waits for the lost worker. Closing the sockets unblocks it.
             if not self.closed:
                 self._close_sockets()
-            return _BackgroundError(self, failure)
+            text = f"{failure.what} failed: {failure.reason}"
+            return UnexplainedError(text, functools.partial(self.explain, failure))
         with self._failing:
             if self._make_error is None:
                 self._make_error = self._describe(failure)
@@ -300,18 +289,19 @@ class Connections:
                     self._make_error = functools.partial(CommunicationError, text)
             self._close_sockets()
         self._join_threads()
-        stuck = self._is_stuck()
         for operation in list(self.pending):
             operation.abandon()
         self.pending.clear()
         for channel in self._channels:
             groups.destroy_nccl_group(channel.collectives)
-            references = [channel.collectives]
+            references = [channel.collectives, channel.messages]
             # Otherwise handles that the caller still holds would keep the groups alive.
             channel.collectives = channel.messages = None
-            groups.drop_references(references, in_background=stuck)
+            # Gloo frees a group with its last reference. It blocks until the time limit of an
+            # operation that still runs.
+            with contextlib.suppress(RuntimeError):
+                call_within(_SETTLE_SECONDS, references.clear)
         self._channels.clear()
-        self.receiver.close(self._closing_seconds)
         self._exit_reasons.close()
         if self._liveness is not None:
             self._liveness.close()
@@ -324,53 +314,100 @@ class Connections:
                 thread.join(0.2)
                 if thread.is_alive():
                     self._close_sockets()  # the thread may have started another operation
-                    closed_at = self._closed_at or time.perf_counter()
-                    waited = time.perf_counter() - closed_at
-                    if thread in self.blocked_threads and waited > _ABANDON_SECONDS:
-                        abandon_thread(thread)
-                        break
-
-    def _is_stuck(self) -> bool:
-        """Wait at most 0.5 s until no operation runs. Return True if one still runs."""
-        deadline = time.perf_counter() + _SETTLE_SECONDS
-        while any(operation.running() for operation in list(self.pending)):
-            if time.perf_counter() > deadline:
-                return True
-            time.sleep(0.001)
-        return False
 
 
-class _BackgroundError(UnexplainedError):
-    def __init__(self, connections: Connections, failure: Failure) -> None:
-        super().__init__(f"{failure.what} failed: {failure.reason}")
-        self._connections, self._failure = connections, failure
+class TorchOperation(Operation[Any]):
+    """An operation of a process group.
+
+    Args:
+        connections: Connections over which it runs.
+        what: Name of the operation in errors.
+        message: True for a message, False for a collective.
+        gloo: True if gloo executes the operation.
+        patient: True for a message without a time limit.
+    """
+
+    def __init__(
+        self, connections: Connections, what: str, *, message: bool, gloo: bool, patient: bool
+    ) -> None:
+        self._connections, self._what, self._patient = connections, what, patient
+        self._message, self._gloo = message, gloo
+        self._started = time.perf_counter()
+        self._work: dist.Work | None = None
+        self._result: Any = None
+        self._ended = False
+
+    def begin(self, work: dist.Work, result: Any) -> None:
+        """Set the backend's handle, and the object to which the backend writes the result."""
+        self._work, self._result = work, result
+        self._connections.pending.add(self)
 
     @override
-    def explain(self) -> CommunicationError:
-        return self._connections.explain(self._failure)
+    def done(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
+    def failed(self) -> bool:
+        """Return True for a gloo collective that has failed; False for a message and with NCCL."""
+        if self._message or not self._gloo or self._work is None:
+            return False
+        try:
+            if self._work.is_completed():
+                self._wait()
+        except RuntimeError:
+            return True
+        return False
 
-class Closeable(Protocol):
-    """An object with a ``close`` method."""
+    @override
+    def block(self) -> Any:
+        if self._ended:
+            return self._result
+        if self._work is None:
+            raise self._connections.error_after_close(self._what)
+        try:
+            self._block()
+        except RuntimeError as error:
+            raise self.failure(error) from None
+        self._work, self._ended = None, True
+        self._connections.pending.discard(self)
+        return self._result
 
-    def close(self) -> None:
-        """Release resources."""
+    def failure(self, error: RuntimeError) -> CommunicationError:
+        """Return the error to raise for an error of the backend."""
+        seconds = time.perf_counter() - self._started
+        return self._connections.failure(self._what, seconds, error, patient=self._patient)
 
+    def _block(self) -> None:
+        """Block until the operation ends. Over gloo, Ctrl-C acts within 0.1 s."""
+        connections = self._connections
+        if self._message:
+            # Gloo loses a message when a wait for it times out, so this wait has no slices. Without
+            # a limit, it would have that of the group.
+            seconds = timedelta(seconds=connections.timeout_seconds)
+            wait = functools.partial(self._wait, _FOREVER if self._patient else seconds)
+            call_in_thread(
+                wait, name=self._what, poll=connections.poll, interval_seconds=SLICE_SECONDS
+            )
+        elif not self._gloo:  # NCCL enforces the time limit itself
+            self._wait()
+        else:
+            while True:
+                try:
+                    self._wait(_SLICE)
+                    return
+                except RuntimeError:
+                    if self.done():  # it failed, or ended just after this wait
+                        self._wait()
+                        return
+                connections.poll()
 
-def close_at_exit(resource: Closeable) -> None:
-    """Call ``resource.close()`` when Python exits, unless ``resource`` was garbage-collected.
+    def _wait(self, *limit: timedelta) -> None:
+        assert self._work is not None
+        # Use no local variable: the traceback of a Ctrl-C would keep it, and so the operation.
+        self._work.wait(*limit)
 
-    At exit, Python would abort if a thread were still inside gloo or the store.
-    """
-    reference = weakref.ref(resource)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    atexit.register(close)
-    weakref.finalize(resource, atexit.unregister, close).atexit = False
+    def abandon(self) -> None:
+        """Drop the reference to the backend's operation, which keeps its process group alive."""
+        self._work = None
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import math
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +19,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from offbeat.transport.torch_backend.abandoned_threads import abandon_thread
 from offbeat.transport.torch_backend.store_access import call_within
+from offbeat.transport.torch_backend.threads import call_in_thread
 
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
 _GIVEN_UP = "given up"  # key in the store: the first member that gave up opening the group, and why
@@ -95,19 +94,16 @@ class GroupFactory:
         self._members: list[int] = []  # ranks in torch's default group
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> "GroupFactory":
-        """Return a factory for all members of ``group``; None is the default group."""
-        parent: Any = dist.group.WORLD if group is None else group
-        return cls.among(group, range(len(dist.get_process_group_ranks(parent))))
-
-    @classmethod
-    def among(cls, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> "GroupFactory":
+    def among(
+        cls, group: dist.ProcessGroup | None, ranks: Sequence[int] | None = None
+    ) -> "GroupFactory":
         """Return a factory for the members of ``group`` with these ranks in it, this one included.
 
-        None is the default group.
+        None is the default group, and all of its members.
         """
         parent: Any = dist.group.WORLD if group is None else group
         global_ranks = dist.get_process_group_ranks(parent)
+        ranks = range(len(global_ranks)) if ranks is None else ranks
         members = tuple(global_ranks[rank] for rank in ranks)
         store = parent.get_group_store()
         name = f"offbeat/{'-'.join(map(str, members))}"
@@ -147,8 +143,7 @@ class GroupFactory:
         opening_seconds = min(self._opening_seconds, timeout_seconds)
         try:
             self._await_members(opening_seconds)
-            make = functools.partial(self._make, backend, timedelta(seconds=opening_seconds))
-            group = make() if self.lost is None else self._in_thread(make, opening_seconds)
+            group = self._make(backend, opening_seconds)
             if opening_seconds < timeout_seconds:
                 group.set_timeout(timedelta(seconds=timeout_seconds))
             return group
@@ -164,47 +159,33 @@ class GroupFactory:
                     call_within(_STORE_SECONDS, write)
             raise
 
-    def _make(self, backend: str, limit: timedelta) -> Group:
-        if backend == "gloo":
-            # With ``lost``, the calling thread polls the store while gloo uses it, so each needs
-            # its own connection to the store.
-            store = self.store if self.lost is None else self.store.clone()
-            return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
-        return dist.new_group(
-            self._members, timeout=limit, backend=backend, use_local_synchronization=True
-        )
+    def _make(self, backend: str, seconds: float) -> Group:
+        """Construct a group. Gives up if a member ends, for which gloo would wait."""
+        limit = timedelta(seconds=seconds)
+        if backend != "gloo":
+            return dist.new_group(
+                self._members, timeout=limit, backend=backend, use_local_synchronization=True
+            )
+        # This thread polls the store while gloo uses it, so each needs its own connection.
+        store, deadline = self.store.clone(), time.monotonic() + seconds + _MARGIN_SECONDS
 
-    def _in_thread(self, make: Callable[[], Group], timeout_seconds: float) -> Group:
-        """Call ``make`` in a thread, and return its result. Abandon the thread if a member ends.
+        def poll() -> None:
+            self._require_members()
+            if time.monotonic() > deadline:
+                raise OpeningError("gloo did not connect all members that had arrived")
 
-        Without the thread, gloo would wait for that member until the time limit or longer.
-        """
-        results: list[Group] = []
-        errors: list[RuntimeError] = []
-
-        def run() -> None:
-            try:
-                results.append(make())
-            except RuntimeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="opening of a group", daemon=True)
-        deadline = time.monotonic() + timeout_seconds + _MARGIN_SECONDS
-        thread.start()
         try:
-            while thread.is_alive():
-                thread.join(_POLL_SECONDS[1])
-                if thread.is_alive():
-                    self._require_members()
-                    if time.monotonic() > deadline:
-                        raise OpeningError("gloo did not connect all members that had arrived")
-        except BaseException:
-            abandon_thread(thread, deadline)
+            return call_in_thread(
+                lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit),
+                name="opening of a group",
+                poll=poll,
+                interval_seconds=_POLL_SECONDS[1],
+                deadline=deadline,
+            )
+        except RuntimeError as error:
+            if not isinstance(error, OpeningError):
+                self._explain()
             raise
-        if errors:
-            self._explain()
-            raise errors.pop()
-        return results.pop()
 
     def _explain(self) -> None:
         """Raise OpeningError if a member has ended or given up, so that gloo failed."""
@@ -268,18 +249,3 @@ def destroy_nccl_group(group: Group) -> None:
     """
     if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
         dist.destroy_process_group(group)
-
-
-def drop_references(references: list[Group], *, in_background: bool) -> None:
-    """Clear a list that holds the last references to groups, so that gloo frees the groups.
-
-    If an operation still runs, gloo blocks until the time limit of the operation. ``in_background``
-    clears the list in a thread.
-    """
-    if not in_background:
-        references.clear()
-        return
-    thread = threading.Thread(target=references.clear, name="closing of a group", daemon=True)
-    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-        thread.start()
-        abandon_thread(thread)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from offbeat.transport.torch_backend.abandoned_threads import abandon_thread
+from offbeat.transport.torch_backend.threads import call_in_thread
 
 T = TypeVar("T")
 _SLICES = 20  # number of short waits in call_within()
@@ -23,27 +23,15 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
         function: Function to call. At the time limit its thread is abandoned.
 
     Raises:
-        RuntimeError: ``function`` raised a RuntimeError, or exceeded the time limit.
+        RuntimeError: The time limit has passed, or ``function`` raised it.
     """
-    results: list[T] = []
-    errors: list[RuntimeError] = []
+    slices = iter(range(_SLICES - 1))
 
-    def run() -> None:
-        try:
-            results.append(function())
-        except RuntimeError as error:
-            errors.append(error)
+    def poll() -> None:
+        if next(slices, None) is None:
+            raise RuntimeError(f"no answer within {seconds:g} s")
 
-    thread = threading.Thread(target=run, name="store", daemon=True)
-    thread.start()
-    for _ in range(_SLICES):
-        if thread.is_alive():
-            thread.join(seconds / _SLICES)
-    if results:
-        return results[0]
-    if thread.is_alive():
-        abandon_thread(thread)
-    raise errors[0] if errors else RuntimeError(f"no answer within {seconds:g} s")
+    return call_in_thread(function, name="store", poll=poll, interval_seconds=seconds / _SLICES)
 
 
 class KeyPoll:
@@ -62,21 +50,19 @@ class KeyPoll:
         self._store, self._key, self._interval_seconds = store, key, interval_seconds
         self.store_lost = False
         self._found = False
-        self._thread: threading.Thread | None = None
+        self._checking = threading.Lock()  # held while a check runs
         self._last_check = time.monotonic()
 
     def found(self) -> bool:
         """Return True if a check has found the key. Starts a check if one is due. Never blocks."""
         now = time.monotonic()
-        idle = self._thread is None or not self._thread.is_alive()
         due = now - self._last_check > self._interval_seconds
-        if idle and due and not self._found and not self.store_lost:
+        if due and not (self._found or self.store_lost) and self._checking.acquire(blocking=False):
             self._last_check = now
-            self._thread = threading.Thread(target=self._check, name="key poll", daemon=True)
             try:
-                self._thread.start()
+                threading.Thread(target=self._check, name="key poll", daemon=True).start()
             except RuntimeError:  # the interpreter is shutting down
-                self._thread = None
+                self._checking.release()
         return self._found
 
     def close(self) -> None:
@@ -85,11 +71,13 @@ class KeyPoll:
         At exit, Python would abort if a thread were inside the store.
         """
         self.store_lost = True
-        if self._thread is not None:
-            self._thread.join(_CLOSE_SECONDS)
+        if self._checking.acquire(timeout=_CLOSE_SECONDS):
+            self._checking.release()
 
     def _check(self) -> None:
         try:
             self._found = bool(self._store.check([self._key]))
         except RuntimeError:
             self.store_lost = True
+        finally:
+            self._checking.release()

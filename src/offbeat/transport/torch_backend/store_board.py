@@ -6,7 +6,7 @@ from typing import Any
 from typing_extensions import override
 
 from offbeat.transport.board import Board
-from offbeat.transport.torch_backend.connections import close_at_exit
+from offbeat.transport.torch_backend.threads import close_at_exit
 
 _CLOSE_SECONDS = 1.0  # longest wait for an operation in progress at exit
 

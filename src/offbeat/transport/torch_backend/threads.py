@@ -1,0 +1,99 @@
+"""Calls that may block inside torch: they run in threads, so that the caller can give them up.
+
+Python handles Ctrl-C on the main thread, and only while that thread is not blocked inside torch.
+
+If a thread returned from torch while Python shuts down, the process would abort with "terminate
+called without an active exception". So Python waits at exit for threads that were given up, and
+``close_at_exit`` ends the others.
+"""
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_EXIT_SECONDS = 5.0  # time for which Python waits at exit for threads without a deadline
+
+_abandoned: list[tuple[threading.Thread, float | None]] = []
+"""Threads with their deadlines."""
+
+
+def call_in_thread(
+    function: Callable[[], T],
+    *,
+    name: str,
+    poll: Callable[[], None],
+    interval_seconds: float,
+    deadline: float | None = None,
+) -> T:
+    """Call ``function`` in a new thread, and return its result. Blocks.
+
+    Args:
+        function: Function that may block inside torch.
+        name: Name of the thread.
+        poll: Function that the calling thread calls every ``interval_seconds``. If it raises an
+            exception, the thread is abandoned.
+        interval_seconds: Time between two calls of ``poll``.
+        deadline: See ``abandon_thread``.
+
+    Raises:
+        Exception: ``function`` or ``poll`` raised it.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+    ended = threading.Event()  # a Ctrl-C inside Thread.join() would mark the thread as ended
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except Exception as error:
+            error.__traceback__ = None  # it would keep the operation and its process group alive
+            errors.append(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        while not ended.wait(interval_seconds):
+            poll()
+    except BaseException:
+        abandon_thread(thread, deadline)
+        raise
+    if errors:
+        raise errors.pop()
+    return results.pop()
+
+
+def abandon_thread(thread: threading.Thread, deadline: float | None = None) -> None:
+    """Let Python wait for ``thread`` at exit.
+
+    Args:
+        thread: The thread.
+        deadline: End of that wait, by ``time.monotonic``. None: 5 s after its beginning.
+    """
+    _abandoned[:] = [(other, limit) for other, limit in _abandoned if other.is_alive()]
+    _abandoned.append((thread, deadline))
+
+
+@atexit.register
+def _join_abandoned() -> None:
+    end = time.monotonic() + _EXIT_SECONDS
+    for thread, deadline in _abandoned:
+        thread.join(max(0.0, (end if deadline is None else deadline) - time.monotonic()))
+
+
+def close_at_exit(resource: Any) -> None:
+    """Call ``resource.close()`` when Python exits, unless ``resource`` was garbage-collected."""
+    reference = weakref.ref(resource)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)
+    weakref.finalize(resource, atexit.unregister, close).atexit = False
