@@ -86,24 +86,24 @@ LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background t
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2369, 1217),
-    "src/offbeat/averaging": (3604, 2004),
-    "src/offbeat/checkpoint": (921, 497),
+    "src/offbeat": (2332, 1182),
+    "src/offbeat/averaging": (3358, 1831),
+    "src/offbeat/checkpoint": (914, 491),
     "src/offbeat/cli": (601, 353),
     "src/offbeat/data": (826, 413),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1524, 815),
+    "src/offbeat/elastic": (1517, 810),
     "src/offbeat/integrations": (304, 178),
     "src/offbeat/launcher": (703, 389),
-    "src/offbeat/nodes": (548, 308),
-    "src/offbeat/quantization": (1374, 775),
-    "src/offbeat/simulate": (2535, 1402),
-    "src/offbeat/strategies": (1424, 536),
-    "src/offbeat/training": (2247, 1292),
-    "src/offbeat/transport": (2901, 1450),
-    "src/offbeat_lab": (10255, 5518),
-    "benchmarks": (6172, 3840),
-    "tests": (36123,),
+    "src/offbeat/nodes": (518, 290),
+    "src/offbeat/quantization": (1063, 595),
+    "src/offbeat/simulate": (2262, 1206),
+    "src/offbeat/strategies": (1417, 533),
+    "src/offbeat/training": (2270, 1314),
+    "src/offbeat/transport": (2540, 1252),
+    "src/offbeat_lab": (10263, 5514),
+    "benchmarks": (6179, 3843),
+    "tests": (36172,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

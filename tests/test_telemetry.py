@@ -111,7 +111,7 @@ def test_one_line_per_step_with_the_decision(tmp_path: Path) -> None:
         read(tmp_path / "run.rank0.jsonl"), read(tmp_path / "run.rank1.jsonl"), *flags, strict=True
     ):
         assert line0["decision"] == line1["decision"] == ("sync" if any(asked) else "local")
-        assert line0["payload_bytes"] == 8 * 9 + any(asked) * 8 * 40
+        assert line0["payload_bytes"] == 8 * 10 + any(asked) * 8 * 40
     assert any(not any(asked) for asked in zip(*flags, strict=True)), "some steps are local"
 
 

@@ -48,14 +48,16 @@ def hook_optimizer(
         return changed
 
     def called_once(closure: Callable[[], Any]) -> Callable[[], Any]:
+        called = False
+
         def once() -> Any:
-            nonlocal uncalled
-            if not uncalled:
+            nonlocal called, uncalled
+            if called:
                 raise AttachError(
                     f"{type(optimizer).__name__} calls its closure more than once a step, "
                     "which cannot be synchronized; call it outside of step()"
                 )
-            uncalled = False
+            called, uncalled = True, False
             loss = closure()
             iteration.before_step(index)
             return loss
