@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.averaging.pace import Pace, Sizer
+from offbeat.averaging.pace import Line, Pace, Sizer
 
 # -- parts in a message ---------------------------------------------------------------------------
 
@@ -28,9 +28,9 @@ def age(parts: int, number: int, flight: int) -> float:
 @given(st.integers(1, 8), st.floats(0, 3), st.floats(0.02, 2))
 def test_the_number_of_parts_makes_knowledge_youngest(parts: int, base: float, each: float) -> None:
     """A message is expected to take its time, and a tenth of a step, rounded up to whole steps."""
-    sizer = Sizer(parts, 1, base, each, known=True)
+    sizer = Sizer(parts, time=Line(base, each, known=True))
     sizer.measure(base + each, 1)
-    assert (sizer.base, sizer.each) == (base, each), "what was expected teaches nothing"
+    assert (sizer.time.base, sizer.time.each) == (base, each), "what was expected teaches nothing"
     assert sizer.steps == base + each * sizer.number
     flights = {m: int(base + each * m + 0.1) + 1 for m in range(1, parts + 1)}
     ages = {m: age(parts, m, flight) for m, flight in flights.items()}
@@ -47,7 +47,8 @@ def test_the_number_of_parts_makes_knowledge_youngest(parts: int, base: float, e
 )
 def test_noisy_times_teach_the_best_number(parts: int, base: float, each: float) -> None:
     """After 100 messages, knowledge is at most 15 % older than with known times, on average."""
-    noise, sizer, ideal = random.Random(0), Sizer(parts), Sizer(parts, 1, base, each, known=True)
+    noise, sizer = random.Random(0), Sizer(parts)
+    ideal = Sizer(parts, time=Line(base, each, known=True))
     best, ages = min(map(ideal.age, range(1, parts + 1))), []
     for _ in range(300):
         ages.append(ideal.age(sizer.number))
@@ -58,15 +59,23 @@ def test_noisy_times_teach_the_best_number(parts: int, base: float, each: float)
 
 def test_the_bound_and_the_processor_time_limit_a_message() -> None:
     """Without them a link that carries the model in a step gets a message of the whole model."""
-    for limit, parts in (({}, 16), ({"cost": 0.075}, 2)):
-        sizer = Sizer(16, 1, 0.01, 0.04, known=True, **limit)
-        sizer.measure(0.05, 1, cost=sizer.cost)
+    for cost, parts in ((0.0, 16), (0.075, 2)):
+        sizer = Sizer(16, time=Line(0.01, 0.04, known=True), cost=Line(0, cost, known=True))
+        sizer.measure(0.05, 1, cost=cost)
         assert sizer.number == parts
     # In steps, 10 + m: one part is late in any case, and of more parts at most five are not.
     for bound, parts in ((3, 1), (16, 5)):
-        sizer = Sizer(16, 1, 10.0, 1.0, known=True, bound=bound)
+        sizer = Sizer(16, bound=bound, time=Line(10.0, 1.0, known=True))
         sizer.measure(11.0, 1)
         assert sizer.number == parts
+
+
+def test_a_fixed_cost_of_messages_is_no_cost_of_parts() -> None:
+    """A message costs 4 % of a step, whatever it contains: the whole model costs as much."""
+    sizer = Sizer(16)
+    for _ in range(50):
+        sizer.measure(0.3 + 0.01 * sizer.number, sizer.number, cost=0.04)
+    assert sizer.number == 16
 
 
 # -- waits ----------------------------------------------------------------------------------------

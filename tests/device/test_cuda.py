@@ -62,7 +62,13 @@ def test_values_are_those_of_the_cpu(strategy: str, wire: str) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["streaming", "async:schedule=eager,staleness=4", "easgd:period=2", "downpour", "ssp:staleness=2"],
+    [
+        "streaming",
+        "async:schedule=eager,staleness=4",
+        "easgd:period=2",
+        "downpour",
+        "ssp:staleness=2",
+    ],
 )
 def test_eager_schedules_end_alike(strategy: str) -> None:
     """Workers end with the same model, whatever was in flight at any time."""

@@ -237,8 +237,8 @@ def test_a_message_of_a_barrier_does_not_shorten_the_memory_of_the_momentum() ->
 
 
 def test_parts_are_as_many_as_pay() -> None:
-    """16 of at least 32 KiB; larger models have parts of 32 MiB, at most 1,024 of them."""
-    sizes = (2**14, 2**16, 2**19 - 1, 2**19, 2**29, 2**30, 2**36)
+    """16 of at least 125 kB; larger models have parts of 32 MiB, at most 1,024 of them."""
+    sizes = (2**14, 250_000, 1_999_999, 2_000_000, 2**29, 2**30, 2**36)
     parts = StreamingAveraging().averages().parts
     assert callable(parts)
     assert [parts(size) for size in sizes] == [1, 2, 15, 16, 16, 32, 1024]

@@ -46,7 +46,7 @@ class ClockedAverager(Averager):
     def start(self) -> None:
         self._alone = self.worker.size == 1  # then nothing is launched
         super().start()
-        # Of the newest landed message: time from sending to arrival, and processor time of a part.
+        # Of the newest landed message: time from sending to arrival, and processor time, in steps.
         self._flight_steps, self._cost = math.inf, 0.0
         self._measured = 0  # number of parts in the newest message that has landed
         self._sums = Vote(numbers=(0.0,) * len(self._vote(stepping=False).numbers))  # of its votes
@@ -227,7 +227,7 @@ class ClockedAverager(Averager):
     @override
     def landed(self, flight: Flight, *, take: bool = True) -> None:
         super().landed(flight, take=take)
-        step = self.pace.step_seconds * len(flight.parts)
+        step = self.pace.step_seconds
         (self._cost,) = self.worker.team.agree(flight.processor_seconds / step if step else 0.0)
 
     @override

@@ -6,7 +6,7 @@ landed. All times are in local steps, unless a name ends in ``seconds``.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _MOST_ALLOWANCE = 1.0  # steps
 _ACQUIRE = 0.7  # steps of allowance with which a worker tries to come into phase
@@ -16,63 +16,86 @@ BOUNDARY_SHARE = 0.03
 _MOST_SHARE = 0.05
 """Largest share of the step time that a worker spends on launching and landing parts."""
 _SMOOTHING = 0.1  # weight of a new value in an exponential average
-_GAIN = 0.5  # part of the error of a prediction that ``Sizer`` corrects
+_GAIN = 0.5  # part of the error of a prediction that ``Line`` corrects
 _SLACK = 0.1  # share of a step that is kept free, because steps and messages vary
+
+
+@dataclass
+class Line:
+    """A time that grows linearly with the number m of parts in a message: ``base`` + ``each``·m.
+
+    Attributes:
+        base: Time of a message without parts.
+        each: Time of one part.
+        known: True once messages of two sizes have been measured.
+    """
+
+    base: float = 0.0
+    each: float = 0.0
+    known: bool = False
+
+    def at(self, number: int) -> float:
+        """Return the expected time of a message with ``number`` parts."""
+        return self.base + self.each * number
+
+    def learn(self, steps: float, number: int, *, first: bool) -> None:
+        """Learn from a message with ``number`` parts that took ``steps``.
+
+        ``first``: one with two parts follows, and both together tell ``base`` and ``each``.
+        """
+        if first:
+            self.each = steps
+        elif not self.known:
+            before, self.known = self.each, True
+            self.each = max(0.0, steps - before) if number == 2 and before else steps / number
+            self.base = max(0.0, steps - self.each * number)
+        else:
+            step = _GAIN * (steps - self.at(number)) / (1 + number * number)
+            self.base = max(0.0, self.base + step)
+            self.each = max(0.0, self.each + step * number)
 
 
 @dataclass
 class Sizer:
     """Chooses the number of parts in the next message, equal on all workers.
 
-    A message with m parts is in flight for ``base`` + ``each``·m steps, and lands at the end of a
-    step; 0.1 steps are kept free. Its processor time is ``cost``·m steps. About half of it is
-    packing and adding by the training thread, which takes several step boundaries if it is long. So
-    the message takes F = ⌈base + each·m⌉ + cost·m/(2·0.03) steps, and a worker launches one every
-    I = max(F, cost·m/0.05) steps. The mean age of what it knows about the others is F + I·n/(2m):
-    the message, and half of the n/m messages in a pass of the model. The number m minimizes it, but
-    F must not exceed the bound on the staleness, at which the worker would wait.
+    A message with m parts lands at the end of a step; 0.1 steps are kept free. About half of its
+    processor time is packing and adding by the training thread, which takes several step boundaries
+    if it is long. So the message takes F = ⌈time⌉ + cost/(2·0.03) steps, and a worker launches one
+    every I = max(F, cost/0.05) steps on average. The mean age of what it knows about the others is
+    F + I·n/(2m): the message, and half of the n/m messages in a pass of the model. The number m
+    minimizes it, but F must not exceed the bound on the staleness, at which the worker would wait.
 
     Attributes:
         parts: Number n of parts of the model.
         number: Number m of parts in the next message.
-        base: Time of an empty message, in steps.
-        each: Time of one part, in steps.
-        cost: Processor time of one part, in steps, of the worker that needs most.
-        known: True once messages of two sizes have been measured.
         bound: Bound on the staleness.
+        time: Time from sending to arrival of a message.
+        cost: Processor time of a message, of the worker that needs most.
     """
 
     parts: int
     number: int = 1
-    base: float = 0.0
-    each: float = 0.0
-    known: bool = False
     bound: float = math.inf
-    cost: float = 0.0
+    time: Line = field(default_factory=Line)
+    cost: Line = field(default_factory=Line)
 
     @property
     def steps(self) -> float:
-        """Expected time of the next message, in steps. Infinite before the first measurement."""
-        return self.base + self.each * self.number if self.known else math.inf
+        """Expected time of the next message, in steps. Infinite before the first measurements."""
+        return self.time.at(self.number) if self.time.known else math.inf
 
     def measure(self, steps: float, number: int, cost: float = 0.0) -> None:
-        """Learn from a message with ``number`` parts that took ``steps``, and choose the next.
+        """Learn from a message with ``number`` parts, and choose the parts of the next one.
 
-        ``cost``: processor time of each of its parts, in steps.
+        ``steps`` is its time, and ``cost`` its processor time, in steps.
         """
-        self.cost += _GAIN * (cost - self.cost) if self.cost else cost
-        if not self.known and number == 1 < self.parts:
-            self.each, self.number = steps, 2  # a message with two parts tells base and each
+        first = number == 1 < self.parts and not self.time.known
+        self.time.learn(steps, number, first=first)
+        self.cost.learn(cost, number, first=first)
+        if first:
+            self.number = 2
             return
-        if not self.known:
-            first, self.known = self.each, True
-            self.each = max(0.0, steps - first) if number == 2 and first else steps / number
-            self.base = max(0.0, steps - self.each * number)
-        else:
-            error = steps - (self.base + self.each * number)
-            step = _GAIN * error / (1 + number * number)
-            self.base = max(0.0, self.base + step)
-            self.each = max(0.0, self.each + step * number)
         least = self.age(1)
         self.number = 1
         for m in range(2, self.parts + 1):
@@ -82,12 +105,12 @@ class Sizer:
     def age(self, number: int) -> float:
         """Return the mean age of what a worker knows, if messages have ``number`` parts."""
         flight = self._flight(number)
-        every = max(flight, math.ceil(self.cost * number / _MOST_SHARE))
+        every = max(flight, self.cost.at(number) / _MOST_SHARE)
         return flight + every * self.parts / (2 * number)
 
     def _flight(self, number: int) -> int:
-        in_flight = max(1, math.ceil(self.base + self.each * number + _SLACK))
-        return in_flight + int(self.cost * number / (2 * BOUNDARY_SHARE))
+        in_flight = max(1, math.ceil(self.time.at(number) + _SLACK))
+        return in_flight + int(self.cost.at(number) / (2 * BOUNDARY_SHARE))
 
 
 @dataclass

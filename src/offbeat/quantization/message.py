@@ -272,38 +272,38 @@ class QuantizedMessage(Message):
         self._sums: Tensor | None = None
         self._contributes = True
 
-    def _ranges(self, part: int, piece: int, start: int, count: int) -> Any:
-        """Yield (row, first byte, first number, numbers) for ``count`` numbers of a slice."""
-        block, done = self.streams[part].starts[piece] + start // BLOCK, 0
-        while done < count:
-            row, offset = divmod(block, self._blocks[part])
-            numbers = min(count - done, (self._blocks[part] - offset) * BLOCK)
-            yield row, self._starts[part] + offset * self._size, done, numbers
-            done += numbers
-            block += -(-numbers // BLOCK)
-
-    def _rows(self, message: Tensor, row: int, first: int, numbers: int) -> Tensor:
-        blocks = -(-numbers // BLOCK)
-        return message[row, first : first + blocks * self._size].view(blocks, self._size)
+    def _ranges(self, part: int, piece: int, start: int, count: int) -> list[tuple[int, slice]]:
+        """Return the rows, and the bytes in each, that contain ``count`` numbers of a slice."""
+        size, width = self._size, self._blocks[part]
+        block = self.streams[part].starts[piece] + start // BLOCK
+        stop, found = block - (-count // BLOCK), []
+        while block < stop:
+            row, offset = divmod(block, width)
+            blocks = min(stop - block, width - offset)
+            first = self._starts[part] + offset * size
+            found.append((row, slice(first, first + blocks * size)))
+            block += blocks
+        return found
 
     @override
     def write(self, part: int, piece: int, start: int, values: Tensor) -> None:
-        residual = self.streams[part].residual
+        residual, count = self.streams[part].residual, values.numel()
+        padding, device = -count % BLOCK, self._sent.device
         if residual is not None:
-            stop = start + values.numel()
-            residual[start:stop].add_(values)
-            values = residual[start : stop + -stop % BLOCK]
-        for row, first, done, numbers in self._ranges(part, piece, start, values.numel()):
-            some = values[done : done + numbers]
-            padding = -numbers % BLOCK
-            if padding or some.dtype != torch.float32 or some.device != self._sent.device:
-                whole = torch.zeros(
-                    numbers + padding, dtype=torch.float32, device=self._sent.device
-                )
-                whole[:numbers] = some
-                some = whole
-            rows = self._rows(self._sent, row, first, numbers)
-            self._codec.encode(some, rows, keep_error=residual is not None)
+            residual[start : start + count].add_(values)
+            values = residual[start : start + count + padding]
+        elif padding or values.dtype != torch.float32 or values.device != device:
+            whole = torch.zeros(count + padding, dtype=torch.float32, device=device)
+            whole[:count] = values
+            values = whole
+        targets = [self._sent[row, some] for row, some in self._ranges(part, piece, start, count)]
+        rows = targets[0]
+        if len(targets) > 1:  # a single call of the codec takes less time
+            rows = torch.empty(sum(map(len, targets)), dtype=torch.uint8, device=device)
+        self._codec.encode(values, rows.view(-1, self._size), keep_error=residual is not None)
+        if len(targets) > 1:
+            for target, encoded in zip(targets, rows.split([*map(len, targets)]), strict=True):
+                target.copy_(encoded)
 
     @override
     def finite(self) -> bool:
@@ -371,13 +371,19 @@ class QuantizedMessage(Message):
     ) -> None:
         sums = self._sums
         assert sums is not None
-        for row, first, done, numbers in self._ranges(part, piece, start, total.numel()):
-            target = slice(done, done + numbers)
-            if sent is not None:
-                self._decode([self._rows(self._sent, row, first, numbers)], sent[target])
-            senders = range(len(sums)) if self._single else [row]
-            rows = [self._rows(sums, sender, first, numbers) for sender in senders]
-            self._decode(rows, total[target])
+        ranges = self._ranges(part, piece, start, total.numel())
+        if sent is not None:
+            self._decode([self._rows(self._sent, ranges)], sent)
+        if self._single:  # the only row of each worker
+            ((_, some),) = ranges
+            self._decode([self._rows(sums, [(sender, some)]) for sender in range(len(sums))], total)
+        else:
+            self._decode([self._rows(sums, ranges)], total)
+
+    def _rows(self, message: Tensor, ranges: Sequence[tuple[int, slice]]) -> Tensor:
+        """Return the encoded blocks in ``ranges``."""
+        found = [message[row, some] for row, some in ranges]
+        return (found[0] if len(found) == 1 else torch.cat(found)).view(-1, self._size)
 
     def _decode(self, summands: Sequence[Tensor], out: Tensor) -> None:
         """out ← the sum of encoded blocks, added in their order."""

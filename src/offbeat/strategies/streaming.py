@@ -21,7 +21,7 @@ from offbeat.strategies.base import (
 )
 
 # Automatic number of parts. Small parts arrive younger, but each has a fixed cost.
-_LEAST_PART_BYTES = 2**15
+_LEAST_PART_BYTES = 125_000
 _PART_BYTES = 2**25
 _USUAL_PARTS = 16
 _MOST_PARTS = 1024
@@ -92,8 +92,8 @@ class StreamingAveraging(Strategy):
     "float32".
 
     Args:
-        parts: Number of parts of equal bytes (1 to 1024). "auto": 16, but one for each 32 KiB in a
-            model of less than 512 KiB, and one for each 32 MiB in a model of more than 512 MiB.
+        parts: Number of parts of equal bytes (1 to 1024). "auto": 16, but one for each 125 kB in a
+            model of less than 2 MB, and one for each 32 MiB in a model of more than 512 MiB.
         staleness: τ, the largest staleness in local steps (cyclic: even, ≥ 2; eager: ≥ 1). The
             staleness of a worker is the number of its local steps since the launch of the newest
             landed part. In the eager schedule a worker with the staleness τ waits for a landing.
