@@ -75,7 +75,7 @@ def test_the_bound_is_kept_by_workers_without_processor_time(
         assert oldest == bound if rank == 0 else oldest <= bound
         assert details["landings"] >= 3
         assert sizer == results[0][2]
-        assert sizer.known
+        assert sizer.time.known
     assert results[1][1] <= 0.05, "the slow worker does not wait"
 
 
