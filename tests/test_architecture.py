@@ -87,7 +87,7 @@ LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background t
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2332, 1182),
-    "src/offbeat/averaging": (3358, 1831),
+    "src/offbeat/averaging": (3381, 1840),
     "src/offbeat/checkpoint": (914, 491),
     "src/offbeat/cli": (601, 353),
     "src/offbeat/data": (826, 413),
@@ -96,14 +96,14 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/integrations": (304, 178),
     "src/offbeat/launcher": (703, 389),
     "src/offbeat/nodes": (518, 290),
-    "src/offbeat/quantization": (1063, 595),
+    "src/offbeat/quantization": (1069, 600),
     "src/offbeat/simulate": (2262, 1206),
     "src/offbeat/strategies": (1417, 533),
     "src/offbeat/training": (2270, 1314),
     "src/offbeat/transport": (2540, 1252),
     "src/offbeat_lab": (10263, 5514),
     "benchmarks": (6179, 3843),
-    "tests": (36172,),
+    "tests": (36187,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
