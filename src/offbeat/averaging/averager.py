@@ -156,7 +156,7 @@ class Averager(Flow):
             place = team.node.inside.rank
         several = worker.size > 1
         # An exact mean of whole models needs no P.
-        # A worker that is alone takes outer steps, too, but not those that shorten disagreement.
+        # A single worker takes outer steps, too, unless they lengthen the mean of several workers.
         steps = not shared.outer.plain and (several or not shared.error_feedback)
         self._stores = self.stores_shared or steps or (several and (not wire.exact or shared.eager))
         velocity = steps and shared.outer.momentum > 0

@@ -17,7 +17,7 @@ from offbeat.transport.handle import Completed, Handle
 
 
 class ClockedAverager(Averager):
-    """Launches parts as soon as earlier ones have landed, without a vote.
+    """Launches parts as soon as earlier ones have landed. No vote precedes a launch.
 
     A *message* contains one or several parts. All workers launch the same sequence of messages, and
     each has at most one in flight. A worker launches the next one at the end of the local step in
@@ -30,7 +30,7 @@ class ClockedAverager(Averager):
     the next one in this step, and not in the next one. So the workers stay in phase.
 
     At a barrier a worker continues to launch and land, with ``stepping=False``. The barrier ends
-    with the first message that no stepping worker has launched. All workers were at the barrier
+    with the first message in whose votes no worker steps. All workers were at the barrier
     when they launched it, and none has launched a later one.
 
     The training thread packs and lands at most ``BOUNDARY_SHARE`` of a step, or one piece of each,

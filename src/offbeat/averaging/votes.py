@@ -21,7 +21,7 @@ class Vote(NamedTuple):
         weight: Weight of this worker in the mean (≥ 0).
         stepping: 1 if this worker takes a step in this round. 0 if it waits at a barrier.
         finishing: 1 if this worker has called ``Synchronizer.finish`` to end training.
-        also: 1 if this worker waits for a consensus that averages further modules, too.
+        also: 1 if this worker waits for ``consensus(also=…)``, which averages further modules.
         wanted: Return value of ``Strategy.due``: the number of parts of the model that this worker
             wants to average. 0 if this worker takes no step. In a message of ``ClockedAverager``:
             the time from sending to arrival of the previous message, in local steps of this worker.
@@ -29,7 +29,8 @@ class Vote(NamedTuple):
         finite: 0 if this worker's contribution is known to contain NaN or infinity.
         round: Number of the round since the group of workers changed, the same on all workers.
         step: Number of local steps of this worker.
-        numbers: Return value of ``Strategy.vote``.
+        numbers: Return value of ``Strategy.vote``. ``ClockedAverager`` appends the processor time, in
+            steps, of its newest message.
     """
 
     weight: float = 0.0

@@ -22,8 +22,8 @@ Two workers that average models need a single stage, in which each one receives 
 other. It sends as many bytes, and saves one operation and one quantization.
 
 The quantization errors of both stages are added to the next sum of the same tensor (*error
-feedback*). Those of the first stage stay in the local model if models are averaged. The ``Stream``
-stores them for gradients, and those of the second stage.
+feedback*). If models are averaged, the errors of the first stage stay in the local model. All other
+errors are in the ``Stream``.
 """
 
 from abc import ABC, abstractmethod
@@ -164,7 +164,7 @@ class Message(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Make the update zero. This worker's earlier errors are then kept for a later sum."""
+        """Make the update zero. The errors of earlier sums wait for a later message."""
 
     @abstractmethod
     def start(self, vote: Sequence[float] | None) -> Handle[Any]:

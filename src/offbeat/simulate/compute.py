@@ -34,7 +34,7 @@ class Compute:
             rank, number of the step (from 0) and virtual time in seconds. This function makes
             worker 2 slow for three steps:
             ``lambda rank, step, seconds: 5.0 if rank == 2 and 10 <= step < 13 else 1.0``.
-            A change in time does not affect what a worker computes at that moment.
+            The factor at the beginning of a step holds for the whole step.
 
     Raises:
         TypeError: An argument has the wrong type.
