@@ -29,8 +29,7 @@ class Vote(NamedTuple):
         finite: 0 if this worker's contribution is known to contain NaN or infinity.
         round: Number of the round since the group of workers changed, the same on all workers.
         step: Number of local steps of this worker.
-        numbers: Return value of ``Strategy.vote``. ``ClockedAverager`` appends the processor time, in
-            steps, of its newest message.
+        numbers: Return value of ``Strategy.vote``. ``ClockedAverager`` appends a processor time.
     """
 
     weight: float = 0.0
