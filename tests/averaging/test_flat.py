@@ -16,14 +16,14 @@ def spaces_of(tensors: list[Tensor]) -> list[Space]:
     return make_spaces(tensors, shared=False, velocity=False)
 
 
-def test_parts_have_equal_bytes() -> None:
-    """Half types are averaged in float32."""
-    kinds = [torch.bfloat16, torch.float32]
-    halves = cut(spaces_of([torch.zeros(8, dtype=kind) for kind in kinds]), 2)
-    assert [[s.space.x.tensors[0].dtype for s in part] for part in halves] == [
-        [kinds[0]],
-        [kinds[1]],
-    ]
+@pytest.mark.parametrize(
+    ("parts", "sizes"), [(4, [[8], [8], [4], [4]]), (2, [[8, 8], [4, 4]]), (1, [[8, 8, 4, 4]])]
+)
+def test_parts_have_equal_bytes(parts: int, sizes: list[list[int]]) -> None:
+    """Half types are averaged in float32. A complex number counts as two numbers."""
+    kinds = [torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+    tensors = [torch.zeros(n, dtype=kind) for n, kind in zip([8, 8, 4, 2], kinds, strict=True)]
+    assert [[len(each) for each in part] for part in cut(spaces_of(tensors), parts)] == sizes
 
 
 @pytest.mark.parametrize("unit", [1, 8])
