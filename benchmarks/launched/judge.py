@@ -94,6 +94,7 @@ def judge_models(strategy: str, processes: list[Process]) -> Iterator[str]:
     The replay of a step begins with the models and the batches that the workers logged before it.
     Workers that begin a step with the same model have averaged theirs, so this model is the mean of
     the models after their own steps. Between means each worker has the model after its own step.
+    That may also be close to a mean by chance: then other workers begin a step with the same bits.
 
     Every member of the view takes part, at least once a period. The replay also tries all sets of
     workers that may have contributed: those that wait for the others, that were lost, or that
@@ -102,6 +103,10 @@ def judge_models(strategy: str, processes: list[Process]) -> Iterator[str]:
     """
     period, steps = PERIODS.get(strategy, 0), steps_of(processes)
     means: dict[Model, list[Step]] = defaultdict(list)
+    owners: dict[Model, set[int]] = defaultdict(set)  # workers that begin a step with a model
+    for step in steps:
+        if step.after is not None:
+            owners[tuple(step.after["model"])].add(step.worker)
     alone: Counter[int] = Counter()  # steps since a mean, by process
     for step in steps:
         first, last, _ = step.before["model"]
@@ -111,27 +116,31 @@ def judge_models(strategy: str, processes: list[Process]) -> Iterator[str]:
             yield f"{step}: the loss is not {loss}"
         if not period or step.after is None:
             continue
-        if period > 1 and equal(step.after["model"], step.moved):
+        model = tuple(step.after["model"])
+        if period > 1 and equal(model, step.moved):
             alone[step.worker] = alone[step.worker] + 1 if step.continues else 0
             others = [s for s in steps if s.pending(step.after["at"]) and s.worker != step.worker]
-            if step.after["members"] == 1 or any(s.waited for s in [step, *others]):
-                alone[step.worker] = 0  # perhaps the mean of one model
+            waited = any(s.waited for s in [step, *others])
+            if step.after["members"] == 1 or waited or len(owners[model]) > 1:
+                alone[step.worker] = 0  # perhaps the mean of one model, or close to a mean
             elif alone[step.worker] >= period:
                 yield f"{step}: no mean after {alone[step.worker]} steps"
         else:
             alone[step.worker] = 0
-            means[tuple(step.after["model"])].append(step)
+            means[model].append(step)
     for model, group in means.items():
-        yield from _judge_mean(model, group, steps, across_views=period == 1)
+        yield from _judge_mean(model, group, steps, owners[model], across_views=period == 1)
 
 
 def _judge_mean(
-    model: Model, group: list[Step], steps: list[Step], *, across_views: bool
+    model: Model, group: list[Step], steps: list[Step], members: set[int], *, across_views: bool
 ) -> Iterator[str]:
-    """Yield a violation unless ``model`` is the mean of the steps that end with it."""
+    """Yield a violation unless ``model`` is the mean of the steps that end with it.
+
+    ``members`` are the workers that have received it.
+    """
     at = min(step.after["at"] for step in group if step.after is not None)
     views = {line["view"] for step in group for line in (step.before, step.after) if line}
-    members = {step.worker for step in group}
     rest = [s for s in steps if s.worker not in members and s.pending(at)]
     rest = [step for step in rest if step.before["view"] in views]
     certain = [step.moved for step in group if step.continues and not step.waited]

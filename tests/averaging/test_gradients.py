@@ -37,6 +37,36 @@ def buckets_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
+def uneven(rank: int, size: int, wire: str) -> Tensor:
+    """Rank 0 has no data after two steps, and takes part in the means of rank 1."""
+    model = make_wide(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(model, optimizer, "bsp", wire=wire):
+        for step in range(5 if rank else 2):
+            optimizer.zero_grad()
+            wide_loss(model, rank, step).backward()
+            optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_a_worker_without_data_sends_buckets_in_the_order_of_backward(
+    buckets_of: Any, wire: str
+) -> None:
+    """The others have sent all buckets but the last when their backward ends."""
+    buckets_of(2**14)
+    first, second = run(uneven, wire, workers=2)
+    assert torch.equal(first, second)
+    model = make_wide(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        ranks = (0, 1) if step < 2 else (1,)
+        sum(wide_loss(model, rank, step) / len(ranks) for rank in ranks).backward()
+        optimizer.step()
+    torch.testing.assert_close(first, flat(model), rtol=0, atol=1e-6 if wire == "float32" else 1e-3)
+
+
 def accumulated(rank: int, size: int, how: str, wire: str) -> Tensor:
     """The gradients that the steps use. Each step has two batches."""
     model = make_wide(rank)

@@ -206,8 +206,11 @@ class GradientMean:
                 "a backward pass failed after a part of its gradients was sent to the other "
                 "workers: call detach(), so that they do not wait for the rest"
             )
+        # In this order on all workers: ``start`` may have sent all buckets but the last.
+        for bucket in self._buckets[self._next : -1]:
+            self._launch(bucket, contribute=contribute)
         agreement = self._agree(numbers, contribute=contribute)
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._buckets[-1:]:
             self._launch(bucket, contribute=contribute)
         rows, contributing, layouts = agreement.wait()
         self._land(contributing if contribute else 0, layouts)
