@@ -87,7 +87,7 @@ LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background t
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2332, 1182),
-    "src/offbeat/averaging": (3381, 1840),
+    "src/offbeat/averaging": (3374, 1839),
     "src/offbeat/checkpoint": (914, 491),
     "src/offbeat/cli": (601, 353),
     "src/offbeat/data": (826, 413),
@@ -102,8 +102,8 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2270, 1314),
     "src/offbeat/transport": (2540, 1252),
     "src/offbeat_lab": (10263, 5514),
-    "benchmarks": (6179, 3843),
-    "tests": (36187,),
+    "benchmarks": (6188, 3848),
+    "tests": (36217,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

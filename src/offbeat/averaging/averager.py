@@ -36,14 +36,7 @@ from typing_extensions import override
 
 from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.copies import Copies
-from offbeat.averaging.flat import (
-    WHOLE,
-    Share,
-    Slice,
-    Space,
-    cut,
-    make_spaces,
-)
+from offbeat.averaging.flat import WHOLE, Share, Slice, Space, cut, make_spaces
 from offbeat.averaging.flight import Flight, Part, Step
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.pace import Sizer

@@ -96,11 +96,8 @@ class Sizer:
         if first:
             self.number = 2
             return
-        least = self.age(1)
-        self.number = 1
-        for m in range(2, self.parts + 1):
-            if self._flight(m) <= self.bound and self.age(m) < least:
-                self.number, least = m, self.age(m)
+        fits = [m for m in range(1, self.parts + 1) if m == 1 or self._flight(m) <= self.bound]
+        self.number = min(fits, key=self.age)
 
     def age(self, number: int) -> float:
         """Return the mean age of what a worker knows, if messages have ``number`` parts."""
