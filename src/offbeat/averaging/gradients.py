@@ -32,7 +32,7 @@ from offbeat.averaging.buckets import (
     unpack,
 )
 from offbeat.errors import OffbeatError
-from offbeat.quantization.message import QuantizedMessage, Stream
+from offbeat.quantization.message import QuantizedMessage, Section, Stream
 from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Completed, Handle
 
@@ -81,8 +81,8 @@ class _GradientBucket(Bucket):
         elements = sum(as_real(p.detach()).numel() for p in parameters)
         self.stream: Stream | None = None
         if wire.saves(elements, dtype.itemsize):
-            self.stream = Stream([(elements, dtype, device)], wire.team.size, device)
-            self.stream.make_errors(residual=True)
+            self.stream = Stream(elements, dtype, device)
+            self.stream.make_errors(wire.team.size, residual=True)
         self.handle: Handle[Tensor] = Completed(torch.empty(0, device="cpu"))
 
     def pack(self, weight: float = 1.0) -> Tensor:
@@ -176,14 +176,15 @@ class GradientMean:
         if bucket.stream is None:
             bucket.handle = self._team.communicator.sum(flat, what=what)
             return
-        message = QuantizedMessage(self._wire, self._wire.precision, [bucket.stream], what)
+        whole = Section(bucket.stream, 0, bucket.stream.elements)
+        message = QuantizedMessage(self._wire, self._wire.precision, [whole], what)
         if contribute:
-            message.write(0, 0, 0, flat)
+            message.write(0, 0, flat)
         else:
             message.clear()
 
         def read(_: object) -> Tensor:
-            message.read(0, 0, 0, flat)
+            message.read(0, 0, flat)
             return flat
 
         bucket.handle = message.start(None).then(read)
