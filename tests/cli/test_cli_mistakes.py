@@ -197,7 +197,6 @@ SIMULATION = [
         # plan
         (f"{NET} -n {HUGE}", f"workers must be at most 10,000, got {HUGE}"),
         (f"{NET[:-5]}1GB/s", BANDWIDTH),
-        (f"{NET} --jitter 2", r"jitter must be in \[0, 1\] .*"),
         ("plan --bandwidth 5gbit --step-time 1ms", "Missing option '--parameters'."),
         ("plan --parameters 25M --step-time 1s", "Missing option '--bandwidth'."),
         (f"{NET} -s ideal", "plan has formulas for bsp, .*, and none for ideal: .* --simulate"),

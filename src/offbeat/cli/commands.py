@@ -9,8 +9,6 @@ import typer
 
 from offbeat.cli.command import implemented_in
 
-_NODE_BANDWIDTH, _NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.simulate.network`
-
 
 @implemented_in("offbeat.cli.plan", loads_files=False)
 def plan(
@@ -29,18 +27,6 @@ def plan(
         ),
     ] = None,
     latency: Annotated[str, typer.Option(help="Latency of a message, as in 50us.")] = "100us",
-    jitter: Annotated[
-        float, typer.Option(help="Relative standard deviation of the step time.")
-    ] = 0.0,
-    workers_per_node: Annotated[
-        int, typer.Option(help="Workers per node, which share its link.")
-    ] = 1,
-    inside: Annotated[
-        str | None, typer.Option(help="Bandwidth inside a node.", show_default=_NODE_BANDWIDTH)
-    ] = None,
-    inside_latency: Annotated[
-        str | None, typer.Option(help="Latency inside a node.", show_default=_NODE_LATENCY)
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Predict the time of a step under each strategy, and recommend one to try first.
@@ -48,11 +34,13 @@ def plan(
     The speed-up counts steps, not the time to a metric: a strategy may need
     more steps.
 
+    A node of several workers counts as one worker: give the number of nodes,
+    the step time of a node, and the bandwidth of its link.
+
     [bold]Examples[/bold]
 
     offbeat plan --parameters 25M --step-time 120ms -n 16 --bandwidth 5gbit
     offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit -s streaming
-    offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit --jitter 0.1
     """
 
 
