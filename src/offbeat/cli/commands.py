@@ -10,7 +10,7 @@ import typer
 from offbeat.cli.command import implemented_in
 
 
-@implemented_in("offbeat.cli.plan", loads_files=False)
+@implemented_in("offbeat.cli.plan")
 def plan(
     *,
     parameters: Annotated[str, typer.Option(help="Number of parameters, as in 25M.")],
@@ -44,7 +44,7 @@ def plan(
     """
 
 
-@implemented_in("offbeat.cli.elastic", loads_files=False)
+@implemented_in("offbeat.cli.elastic")
 def run(
     script: Annotated[str, typer.Argument(help="The script. Its own arguments follow it.")],
     arguments: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
@@ -61,7 +61,7 @@ def run(
     here: Annotated[
         int | None,
         typer.Option(
-            help="Number of workers on this machine.", show_default="all, without --store"
+            min=1, help="Number of workers on this machine.", show_default="all, without --store"
         ),
     ] = None,
     store: Annotated[
@@ -77,7 +77,8 @@ def run(
         bool, typer.Option("--fresh", help="New interpreters instead of forks.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(help="Restarts of a worker, counted anew after it has lived a minute.")
+        int,
+        typer.Option(min=0, help="Restarts of a worker, counted anew after it has lived a minute."),
     ] = 3,
     grace: Annotated[
         str, typer.Option(help="Time of the workers to end after SIGTERM or Ctrl-C.")
@@ -96,9 +97,11 @@ def run(
     """
 
 
-@implemented_in("offbeat.cli.elastic", loads_files=False)
+@implemented_in("offbeat.cli.elastic")
 def store(
-    port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.")] = 29500,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")
+    ] = 29500,
     host: Annotated[
         str | None,
         typer.Option(
