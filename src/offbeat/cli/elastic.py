@@ -33,18 +33,17 @@ def run(
     if store is not None:
         _require_store(store)
     _require_program(script, module)
-    raise SystemExit(
-        launch(
-            [script, *(arguments or ())],
-            is_module=module,
-            workers=workers,
-            here=workers_here,
-            store=store,
-            max_restarts=max_restarts,
-            fresh=fresh,
-            grace_seconds=grace_seconds,
-        )
+    code = launch(
+        [script, *(arguments or ())],
+        is_module=module,
+        workers=workers,
+        here=workers_here,
+        store=store,
+        max_restarts=max_restarts,
+        fresh=fresh,
+        grace_seconds=grace_seconds,
     )
+    raise SystemExit(code)
 
 
 def _workers_here(workers: str, here: int | None, store: str | None) -> int:
