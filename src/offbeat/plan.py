@@ -380,7 +380,8 @@ def plan(
 
     *Not modelled*: the final metric; stragglers, which ``offbeat compare --simulate`` shows; the
     arithmetic of sums and codecs; buffers; means of optimizers' states; other traffic on the
-    network; and eager schedules with a staleness of 1. All steps take equally long, and backward takes twice as long as forward.
+    network; and eager schedules with a staleness of 1. All steps take equally long, and backward
+    takes twice as long as forward.
 
     **Nodes.** With ``attach(..., node_group=…)`` give the number of nodes as ``workers``, the step
     of a node as ``step_time``, which includes the mean of the gradients inside, and the link of a
