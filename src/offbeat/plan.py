@@ -4,9 +4,8 @@ The forecasts are formulas. The tests compare them with the simulator (``offbeat
 runs the code of the strategies. A plan predicts time and traffic. It does not predict the final
 metric, which only training shows.
 
-Symbols: N workers, or nodes of L workers; M bytes of the model in float32; t seconds of a step
-without communication; α seconds of latency; B bytes per second of a link. The collectives take as
-long as in the simulator:
+Symbols: N workers; M bytes of the model in float32; t seconds of a step without communication; α
+seconds of latency; B bytes per second of a link. The collectives take as long as in the simulator:
 
 * all-reduce of m bytes: 2(N−1)·(α + m/(N·B))
 * all-gather of m bytes: α + (N−1)·m/B
@@ -17,21 +16,10 @@ This module imports neither torch nor the simulator, so that ``offbeat plan`` an
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from statistics import NormalDist, fmean
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-import numpy as np
-
-from offbeat.arguments import (
-    Precision,
-    Range,
-    did_you_mean,
-    require_choice,
-    require_integer,
-    require_number,
-)
+from offbeat.arguments import Precision, did_you_mean, require_choice, require_integer
 from offbeat.display.table import Table
 from offbeat.strategies import (
     BSP,
@@ -42,8 +30,8 @@ from offbeat.strategies import (
     Strategy,
     StreamingAveraging,
 )
-from offbeat.strategies.base import SharedModel
-from offbeat.strategies.registry import parse_strategy
+from offbeat.strategies.base import SharedModel, WorkerView
+from offbeat.strategies.registry import STRATEGIES, parse_strategy
 from offbeat.units import (
     show_bandwidth,
     show_bytes,
@@ -75,7 +63,7 @@ def _recommend(bsp: "Forecast", alone: bool, long_latency: bool) -> tuple[str | 
     """Return the text form of the strategy to try first, or None to compare; and the reason."""
     waits = f"DDP would wait {percent(bsp.idle)} of the time"
     if alone:
-        return BSP.name, "a single worker or node waits for no other"
+        return BSP.name, "a single worker waits for no other"
     if bsp.idle < LEAST_WAITING:
         return BSP.name, f"{waits}, so stay with DDP"
     if long_latency:
@@ -98,12 +86,11 @@ class Forecast:
         wire: Precision of what is sent.
         step_seconds: Mean duration of a step, with waiting.
         throughput: Samples per second relative to a single worker. N workers reach N at best.
-        idle: Share of the time that a worker waits for others, in [0, 1]. With nodes, only the
-            waiting for other nodes.
+        idle: Share of the time that a worker waits for others, in [0, 1].
         interval_steps: Mean number of steps between two means of the same parameter; ``inf`` for a
-            single worker or node.
+            single worker.
         payload_bytes: Bytes per step that a worker passes to operations, as in ``Stats``; 0 for a
-            single worker or node.
+            single worker.
     """
 
     strategy: str
@@ -229,35 +216,34 @@ BLOCK = 512  # numbers that are quantized together
 BLOCK_BYTES = {"bfloat16": 1024, "int8": 516, "int4": 260, "int2": 108}  # of one encoded block
 _SINGLE_STAGE_WORKERS = 2  # ``quantization/message.py``
 _FORWARD_SHARE = 1 / 3  # ``training/backward_hooks.py``
-_VOTE_BYTES = 8 * 8  # without the numbers of a strategy
+_VOTE_NUMBERS = 8  # without the numbers of a strategy
 _SIZER_SLACK = 0.1  # ``averaging/pace.py``
 _AGREEMENT_BYTES = 8 * 64  # with the gradients: votes, and a number per tensor
+_TINY = 1e-9  # rounding error of a number of steps
 
 
 @dataclass(frozen=True)
-class _Links:
-    """Links of ``size`` members, of ``rate`` bytes per second and ``latency`` seconds a message.
+class _Setting:
+    """N workers train a model of M bytes in steps of t seconds, over links with α and B."""
 
-    In an all-gather ``shared`` members use a link together. A ring uses each link once.
-    """
-
-    size: int
-    rate: float
+    workers: int
+    model: float
+    step: float
     latency: float
-    shared: int = 1
+    rate: float
 
     def all_reduce(self, size: float) -> float:
         """Return the seconds of an all-reduce of ``size`` bytes."""
-        return 2 * (self.size - 1) * (self.latency + size / (self.size * self.rate))
+        return 2 * (self.workers - 1) * (self.latency + size / (self.workers * self.rate))
 
     def gather(self, size: float) -> float:
-        """Return the seconds of an all-gather of ``size`` bytes from each member."""
-        return self.latency + (self.size - 1) * size * self.shared / self.rate
+        """Return the seconds of an all-gather of ``size`` bytes from each worker."""
+        return self.latency + (self.workers - 1) * size / self.rate
 
     def sum(self, size: float, wire: str, *, parts: int = 0, vote: int = 0) -> tuple[float, float]:
         """Return the seconds on the link, and the bytes passed to operations, of a sum.
 
-        A quantized sum is an all-to-all and an all-gather, or between two members a single
+        A quantized sum is an all-to-all and an all-gather, or between two workers a single
         all-gather. Where quantization, which pads to blocks, would save no bytes, it is exact.
 
         Args:
@@ -267,260 +253,110 @@ class _Links:
             vote: Bytes of a vote, which is part of each row of a quantized message.
         """
         block, count = BLOCK_BYTES.get(wire, math.inf), max(1, parts)
-        chunk = math.ceil(size / 4 / (BLOCK * self.size)) * block  # of each member
-        if wire == "float32" or self.size * chunk >= size:
+        chunk = math.ceil(size / 4 / (BLOCK * self.workers)) * block  # of each worker
+        if wire == "float32" or self.workers * chunk >= size:
             votes = self.gather(vote) if vote else 0.0
             return count * self.all_reduce(size) + votes, count * size + vote
-        if parts and self.size <= _SINGLE_STAGE_WORKERS:
+        if parts and self.workers <= _SINGLE_STAGE_WORKERS:
             sent = parts * math.ceil(size / 4 / BLOCK) * block + vote
             return self.gather(sent), sent
         # In an all-to-all of N chunks, as many bytes arrive as in an all-gather of a chunk.
         chunk *= count
-        sent = self.size * (chunk + vote) + chunk
+        sent = self.workers * (chunk + vote) + chunk
         return self.gather(chunk + vote) + self.gather(chunk), sent
 
-    def overlapped(self, seconds: float, size: float, wire: str) -> float:
-        """Return the seconds of a step that averages ``size`` bytes of gradients in backward.
+    # -- time of a step --------------------------------------------------------------------------
 
-        ``seconds`` is its compute time.
+    def in_backward(self, wire: str) -> float:
+        """Return the seconds of a step that averages gradients in buckets during backward.
+
+        Gradients are completed at a constant rate. The link sends one bucket after the other. The
+        workers agree on the gradients before the last bucket.
         """
-        first = min(FIRST_BUCKET_BYTES, BUCKET_BYTES)
-        full = math.ceil((size - first) / BUCKET_BYTES) - 1  # buckets between the first and last
-        agreement = self.gather(_AGREEMENT_BYTES)
-        if full < 0:  # a single bucket
-            return seconds + agreement + self.sum(size, wire)[0]
-        each, _ = self.sum(BUCKET_BYTES, wire)
-        last, _ = self.sum(size - first - full * BUCKET_BYTES, wire)
+        end, left, bucket = 0.0, self.model, FIRST_BUCKET_BYTES
+        while left > 0:
+            size = min(bucket, left)
+            left -= size
+            ready = self.step * (1 - (1 - _FORWARD_SHARE) * left / self.model)
+            agreement = 0.0 if left else self.gather(_AGREEMENT_BYTES)
+            end = max(end, ready) + agreement + self.sum(size, wire)[0]
+            bucket = BUCKET_BYTES
+        return end
 
-        def ready(done: float) -> float:
-            return seconds * (_FORWARD_SHARE + (1 - _FORWARD_SHARE) * done / size)
+    def scheduled(self, every: float, overlap: float, cost: float) -> float:
+        """Return the seconds of a step, if a mean that takes ``cost`` seconds starts periodically.
 
-        # The link works off a queue. Its end follows from the bucket after which it is never idle.
-        end = ready(first) + self.sum(first, wire)[0] + full * each
-        if full:
-            end = max(end, ready(first + BUCKET_BYTES) + full * each)
-            end = max(end, ready(first + full * BUCKET_BYTES) + each)
-        return max(end, seconds) + agreement + last
-
-
-# -- time of a step --------------------------------------------------------------------------------
-
-_QUANTILES = 100  # at which the distribution of the slowest worker is evaluated
-_CYCLES = 400  # simulated cycles of a schedule with jitter
-_MESSAGES = 200  # simulated self-clocked messages
-_MOST_DRAWS = 1_000_000
-_TINY = 1e-9
-
-
-def _slowest(count: int, deviation: float) -> list[float]:
-    """Return equally likely values of the maximum of ``count`` log-normal numbers of mean 1."""
-    if not deviation:
-        return [1.0]
-    variance = math.log1p(deviation**2)
-    normal = NormalDist(-variance / 2, math.sqrt(variance))
-    ranks = ((i + 0.5) / _QUANTILES for i in range(_QUANTILES))
-    return [math.exp(normal.inv_cdf(rank ** (1 / count))) for rank in ranks]
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """A model on a cluster of N members: workers, or nodes of L workers.
-
-    Between nodes each worker averages an L-th of every part, and has an L-th of the link. The node
-    gathers the result inside, where the links are assumed to be faster, when the part lands.
-
-    Attributes:
-        links: The links of the members.
-        inside: The links of the workers of a member.
-        model_bytes: M.
-        step_seconds: t.
-        jitter: Standard deviation of the compute time relative to t; log-normal.
-    """
-
-    links: _Links
-    inside: _Links
-    model_bytes: float
-    step_seconds: float
-    jitter: float
-
-    @cached_property
-    def step(self) -> tuple[float, float]:
-        """Mean and standard deviation of the seconds of a step of one member alone.
-
-        The step of a node ends when its gradients are averaged.
+        A mean starts after ``every`` steps, and workers wait for it ``overlap`` steps later. Other
+        means may start in between. The link sends one mean after the other.
         """
-        seconds, mean, deviation = self.step_seconds, 1.0, self.jitter
-        if self.inside.size == 1:
-            return seconds, seconds * deviation
-        values = _slowest(self.inside.size, deviation)
-        mean = fmean(values)
-        deviation = math.sqrt(fmean((value - mean) ** 2 for value in values))
-        averaged = self.inside.overlapped(seconds, self.model_bytes, "float32")
-        return seconds * mean + averaged - seconds, seconds * deviation
+        in_flight = max(1, math.ceil(overlap / every))
+        waited = (cost - overlap * self.step) / (in_flight * every)
+        return max(self.step, self.step + waited, cost / every)
 
-    def landing(self, size: float) -> float:
-        """Return the seconds in which a node gathers a part of ``size`` bytes that has arrived."""
-        workers = self.inside.size
-        return 0.0 if workers == 1 else self.inside.gather(size / workers)
+    def on_arrival(self, cost: float, shared: SharedModel) -> tuple[float, float]:
+        """Return the seconds of a step, and the steps between launches, with ``lands="arrived"``.
 
-    def scheduled(self, every: float, flight: float, cost: float, landing: float) -> float:
-        """Return the mean seconds of a step if a mean starts every h steps and ends k steps later.
-
-        A worker waits if the mean has not arrived k steps after its start. One mean after the
-        other uses the link. This is computed for many cycles of h steps with random durations.
-
-        Args:
-            every: h.
-            flight: k, or 0 if workers wait for each mean.
-            cost: Seconds of a mean on the link.
-            landing: Seconds of a landing.
+        A message takes ``cost`` seconds. It lands at the end of the step in which it arrives, and
+        the next message is launched. Workers wait at the end of a step for a message that is about
+        to arrive, at most for the share ``patience`` of the time. They also wait so that two
+        consecutive messages take at most ``bound`` steps.
         """
-        mean, deviation = self.step
-        size = self.links.size if deviation else 1
-        random = np.random.default_rng(0)
-
-        def draw(count: float) -> Any:
-            """Return the seconds of ``count`` steps of each member."""
-            variance = math.log1p((deviation / mean) ** 2 / count) if count else 0.0
-            drawn = random.lognormal(-variance / 2, math.sqrt(variance), size)
-            return count * mean * drawn
-
-        # A mean that is in flight at several later starts lands ``steps`` steps after the last one.
-        passed = max(1, math.ceil(flight / every)) - 1
-        steps = flight - passed * every
-        cycles = max(20, min(_CYCLES, _MOST_DRAWS // size))
-        settled = cycles // 4
-        started = np.zeros(size)  # time of each member's newest start
-        ends = [0.0]  # time at which each mean has arrived
-        drift = begin = 0.0
-        for number in range(cycles):
-            if number == settled:
-                begin, drift = float(started.mean()), 0.0
-            ends.append(max(ends[-1], float(started.max())) + cost)
-            before, after = draw(steps), draw(every - steps)
-            due = ends[max(0, len(ends) - 1 - passed)]
-            started = np.maximum(started + before, due) + landing + after
-            drift += float(before.mean() + after.mean()) - every * mean
-        seconds = (float(started.mean()) - begin - drift) / (cycles - settled)
-        return max(seconds, cost) / every  # a queue of means may grow slowly
+        flight = cost / self.step
+        early, late = max(1, math.floor(flight)), max(1, math.ceil(flight * (1 - _TINY)))
+        saved = late - flight if early < late else 0.0  # steps, by a wait after ``early`` steps
+        waits = shared.patience * early / (1 - saved) if saved else 0.0  # per message
+        steps, time = late - min(1.0, waits), late - min(1.0, waits) * saved
+        if 2 * steps > shared.bound:  # every other message has arrived before the step ends
+            longer = late - min(1.0, 2 * waits) * saved
+            steps, time = shared.bound / 2, (flight + min(longer, max(flight, shared.bound))) / 2
+        return self.step * (time / steps), steps
 
 
 def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, float, float]:
     """Return the seconds of a step, the steps between two means, and the bytes per step."""
-    links, size = setting.links, setting.model_bytes
-    if links.size == 1:
-        return setting.step[0], math.inf, 0.0
-    if isinstance(strategy, StreamingAveraging):
-        return _streaming(strategy, wire, setting)
-    more = {"selsync": 2, "async": int(getattr(strategy, "schedule", "") == "eager")}
-    numbers = (_VOTE_BYTES + 8 * more.get(strategy.name, 0)) * setting.inside.size
-    votes = links.gather(numbers)
-    parts = strategy.fragments if isinstance(strategy, DiLoCo) else 1
-    seconds, sent = links.sum(size / parts, wire, parts=1)
-    cost, sent, landing = votes + seconds, sent + numbers, setting.landing(size / parts)
+    if setting.workers == 1:
+        return setting.step, math.inf, 0.0
+    size, shared = setting.model, strategy.averages()
+    if not isinstance(shared, SharedModel):  # a mean of gradients takes as long as one of models
+        shared = SharedModel()
+    vote = 8 * (_VOTE_NUMBERS + len(strategy.vote(WorkerView(stepping=False))) + shared.eager)
+    parts = shared.parts(round(size)) if callable(shared.parts) else shared.parts
+    votes, (part, part_bytes) = setting.gather(vote), setting.sum(size / parts, wire, parts=1)
+    if shared.lands == "arrived":
+
+        def message(count: int) -> tuple[float, float]:
+            return setting.sum(size / parts, wire, parts=count, vote=vote)
+
+        def age(count: int) -> float:
+            flight = max(1, math.ceil(message(count)[0] / setting.step + _SIZER_SLACK))
+            if count > 1 and flight > shared.bound:
+                return math.inf
+            return flight * (1 + parts / (2 * count))
+
+        count = min(range(1, parts + 1), key=age)  # as in ``averaging/pace.py``
+        cost, sent = message(count)
+        step, every = setting.on_arrival(cost, shared)
+        return step, every * parts / count, sent / every
+    every, count = 1.0, 1  # steps between two rounds, and parts in each
     match strategy:
         case BSP():
-            sent = numbers + setting.inside.size * links.sum(size, wire)[1]
-            return _bsp(wire, setting), 1, sent
-        case LocalSGD(period=period):
-            return setting.scheduled(period, 0, cost, landing), period, sent / period
+            return setting.in_backward(wire), 1, vote + setting.sum(size, wire)[1]
         case SelSync():
             assert strategy.target_lssr is not None
             every = min(1 / (1 - strategy.target_lssr), strategy.max_interval or math.inf)
-            sent = numbers + (sent - numbers) / every
-            if strategy.flags == "deferred":  # the votes of a step arrive during the next one
-                return setting.scheduled(every, 0, cost, landing), every, sent
-            mean = cost - votes + landing
-            return setting.scheduled(1, 0, votes, 0) + mean / every, every, sent
-        case DiLoCo(period=period, overlap=overlap):
+            # The votes of each step are waited for, or arrive during the next step.
+            rounds = every if strategy.flags == "deferred" else 1
+            step = setting.step + votes / rounds + part / every
+            return step, every, vote + part_bytes / every
+        case LocalSGD(period=period) | DiLoCo(period=period):
             every = period / parts
-            return setting.scheduled(every, overlap, cost, landing), period, sent / every
-        case AsyncAveraging(schedule="cyclic"):
-            every = strategy.staleness / 2
-            return setting.scheduled(every, every, cost, landing), every, sent / every
         case AsyncAveraging():
-            step, every = _clocked(cost, landing, strategy.averages(), setting)
-            return step, every, sent / every
-    raise AssertionError(strategy)
-
-
-def _bsp(wire: str, setting: _Setting) -> float:
-    inside = setting.inside.size
-    # All workers average their gradients with each other, also in nodes.
-    links = replace(setting.links, size=setting.links.size * inside, shared=inside)
-    return fmean(
-        links.overlapped(setting.step_seconds * time, setting.model_bytes, wire)
-        for time in _slowest(links.size, setting.jitter)
-    )
-
-
-def _clocked(
-    cost: float, landing: float, shared: SharedModel, setting: _Setting
-) -> tuple[float, float]:
-    """Return the seconds of a step, and the steps between launches, of self-clocked messages.
-
-    A message takes ``cost`` seconds, and ``landing`` seconds to land. It lands at the end of the
-    step in which it arrives, and the next one is launched. A worker waits for a message that
-    arrives soon after the end of a step, at most for the share of its time that its patience
-    allows, and at the bound on the staleness in any case. With jitter it is assumed to wait for
-    half of its patience, if messages take long.
-    """
-    step, deviation = setting.step
-    if setting.inside.size > 1:  # the workers of a node agree in each step on what has arrived
-        step += setting.inside.all_reduce(8 * 4)
-    flight = cost / step
-    early, late = max(1, math.floor(flight)), max(1, math.ceil(flight * (1 - _TINY)))
-    allowance = waited = fresh = launched = first = 0.0
-    for message in range(2 * _MESSAGES):
-        if message == _MESSAGES:
-            first, waited = launched, 0.0
-        steps, allowance = float(late), min(1.0, allowance + shared.patience * early)
-        if early < late and flight <= early + allowance:
-            steps, allowance = early, allowance - (flight - early)
-        steps = max(0.0, min(steps, fresh + shared.bound - launched))
-        waited += max(0.0, flight - steps)
-        fresh, launched = launched, launched + steps
-    least = shared.patience / 2 if deviation and flight > 0.5 else 0.0
-    interval = (launched - first) / _MESSAGES
-    return step * (1 + max(least, waited / (launched - first))) + landing / interval, interval
-
-
-def _streaming(
-    strategy: StreamingAveraging, wire: str, setting: _Setting
-) -> tuple[float, float, float]:
-    """Forecast streaming averaging.
-
-    In the eager schedule a message has the number of parts for which a worker's knowledge is
-    youngest, as in ``averaging/pace.py``.
-    """
-    links, step = setting.links, setting.step[0]
-    inside = setting.inside.size
-    vote = (_VOTE_BYTES + 8 * (4 if strategy.schedule == "eager" else 3)) * inside
-    number = (shared := strategy.averages()).parts
-    parts = number(round(setting.model_bytes / inside)) if callable(number) else number
-    size = setting.model_bytes / parts
-    if strategy.schedule == "cyclic":
-        cycle = strategy.staleness // 2
-        every, count = max(1, cycle // parts), math.ceil(parts / min(parts, cycle))
-        part, sent = links.sum(size, wire, parts=1)
-        cost, landing = links.gather(vote) + count * part, setting.landing(count * size)
-        interval = every * parts / count
-        step = setting.scheduled(every, cycle, cost, landing)
-        return step, interval, (vote + count * sent) / every
-
-    def message(count: int) -> tuple[float, float]:
-        return links.sum(size, wire, parts=count, vote=vote)
-
-    def age(count: int) -> float:
-        flight = max(1, math.ceil(message(count)[0] / step + _SIZER_SLACK))
-        if count > 1 and flight > shared.bound:
-            return math.inf
-        return flight * (1 + parts / (2 * count))
-
-    count = min(range(1, parts + 1), key=age)
-    cost, sent = message(count)
-    step, interval = _clocked(cost, setting.landing(count * size), shared, setting)
-    return step, interval * parts / count, sent / interval
+            every = shared.lands
+        case StreamingAveraging():
+            every = max(1, shared.lands // parts)
+            count = math.ceil(parts / min(parts, shared.lands))
+    step = setting.scheduled(every, shared.lands, votes + count * part)
+    return step, every * parts / count, (vote + count * part_bytes) / every
 
 
 # -- the function ----------------------------------------------------------------------------------
@@ -533,34 +369,23 @@ def plan(
     workers: int,
     bandwidth: float | str,
     latency: float | str = "100us",
-    jitter: float = 0.0,
     strategies: Sequence[str] | None = None,
-    workers_per_node: int = 1,
-    inside: float | str | None = None,
-    inside_latency: float | str | None = None,
 ) -> Plan:
     """Predict the time of a step under each strategy, and recommend a strategy.
 
     The figures describe the steady state, without warm-up. The tests hold them to within 2 % of the
-    simulator, or 5 % with jitter. Under an eager schedule they hold the steps between two means to
-    within 10 % without jitter. With jitter these are more than predicted. If a message takes longer
-    than the bound on the staleness, a step may differ by 6 %.
+    simulator. Under an eager schedule they hold the steps between two means to within 5 %, and with
+    a long ``patience`` a step may differ by 8 %. A table in docs/choosing.md has the rule of the
+    recommendation.
 
-    *Not modelled*: the final metric; the arithmetic of sums and codecs; buffers; means of
-    optimizers' states; workers that are always slower than others; and other traffic on the
-    network. Backward takes twice as long as forward, and completes gradients at a constant rate.
-    Jitter is log-normal and independent between steps and workers.
+    *Not modelled*: the final metric; stragglers, which ``offbeat compare --simulate`` shows; the
+    arithmetic of sums and codecs; buffers; means of optimizers' states; other traffic on the
+    network; and eager schedules with a staleness of 1. All steps take equally long, and backward
+    takes twice as long as forward.
 
-    **Recommendation**, by the share of the time that DDP (BSP) would wait:
-
-    1. below 5 %: ``bsp``, so DDP;
-    2. above that, if a message takes longer than a step: ``streaming --wire int4``;
-    3. up to 90 %: ``streaming``, the default;
-    4. above: none. Compare on your own model.
-
-    **Nodes** of several workers train as with ``attach(..., node_group=…)``. A node's step ends
-    when the mean of its gradients has arrived. The idle share counts only the waiting for other
-    nodes, as in ``Stats``. The throughput accounts for all waiting.
+    **Nodes.** With ``attach(..., node_group=…)`` give the number of nodes as ``workers``, the step
+    of a node as ``step_time``, which includes the mean of the gradients inside, and the link of a
+    node as ``bandwidth``.
 
     Args:
         parameters: Number of averaged parameters, like 25e6 or "25M".
@@ -569,98 +394,52 @@ def plan(
         bandwidth: Bandwidth of each worker's link in each direction: bits per second, or text like
             "1Gbit/s".
         latency: Latency of a message: seconds, or text like "100us" (≥ 0).
-        jitter: Standard deviation of the compute time relative to t, in [0, 1].
         strategies: Strategies to forecast in place of the default ones, as text, with a precision
             if it is not the default: ["local:period=4", "bsp --wire int8"].
-        workers_per_node: Number of workers per node, L (≥ 1), a divisor of ``workers``. With L > 1,
-            ``bandwidth`` and ``latency`` describe the link of a node, which its workers share.
-        inside: Bandwidth of each worker's link inside its node, in each direction; None means
-            "100Gbit/s".
-        inside_latency: Latency of a message inside a node; None means "10us".
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A value is out of its range; ``workers_per_node`` does not divide ``workers``;
-            or ``strategies`` is empty or contains a strategy without a formula.
+        ValueError: A value is out of its range, or ``strategies`` is empty or contains a strategy
+            without a formula.
     """
-    count, seconds = to_count(parameters), to_seconds(step_time)
+    count, step, rate = to_count(parameters), to_seconds(step_time), to_bandwidth(bandwidth) / 8
     require_integer("workers", workers, least=1)
-    require_integer("workers_per_node", workers_per_node, least=1)
-    if workers % workers_per_node:
-        raise ValueError(
-            f"workers={workers} do not fill nodes of workers_per_node={workers_per_node}"
-        )
-    require_number("jitter", jitter, Range(least=0, most=1, hint="0.1 for 10 % of a step"))
-    if workers_per_node == 1 and (inside is not None or inside_latency is not None):
-        raise ValueError("inside needs nodes of several workers: give workers_per_node")
-    rate, delay = to_bandwidth(bandwidth), to_seconds(latency, allow_zero=True)
-    within = to_bandwidth("100Gbit/s" if inside is None else inside)
-    short = to_seconds("10us" if inside_latency is None else inside_latency, allow_zero=True)
-    links = _Links(workers // workers_per_node, rate / 8, delay)
-    local = _Links(workers_per_node, within / 8, short)
-    setting = _Setting(links, local, 4 * count, seconds, float(jitter))
-    nodes = ""
-    if workers_per_node > 1:
-        nodes = (
-            f" between nodes of {workers_per_node} with {show_bandwidth(within)}, latency "
-            f"{show_seconds(short)}, which step every {show_seconds(setting.step[0])} alone"
-        )
-
-    def row(strategy: Strategy, wire: Precision) -> Forecast:
-        step, interval, payload = _forecast(strategy, wire, setting)
-        return Forecast(
-            strategy=f"{strategy}" + ("" if wire == strategy.default_wire else f" --wire {wire}"),
-            wire=wire,
-            step_seconds=step,
-            throughput=workers * seconds / step,
-            idle=min(1.0, max(0.0, 1 - setting.step[0] / step)),
-            interval_steps=interval,
-            payload_bytes=payload / workers_per_node,
-        )
-
-    long_latency = links.latency > seconds
+    setting = _Setting(workers, 4 * count, step, to_seconds(latency, allow_zero=True), rate)
+    long_latency = setting.latency > step
     if strategies is None:
         strategies = [*DEFAULT_ROWS, *([LONG_LATENCY_ROW] if long_latency else [])]
     elif isinstance(strategies, str) or not strategies:
         raise ValueError(
             f'strategies must be a list like ["bsp", "local:period=8"], got {strategies!r}'
         )
-    rows = tuple(row(*_read(text)) for text in strategies)
-    recommendation, reason = _recommend(row(BSP(), "float32"), links.size == 1, long_latency)
-    send_steps = 4 * count / links.rate / seconds
-    varies = f" ± {100 * jitter:g} %" if jitter else ""
+    recommendation, reason = _recommend(_row("bsp", setting), workers == 1, long_latency)
+    send_steps = setting.model / rate / step
     caption = (
-        f"{count:,.0f} parameters ({show_bytes(4 * count)}), {show_seconds(seconds)}{varies} a "
-        f"step, {workers} workers, {show_bandwidth(8 * links.rate)}, latency "
-        f"{show_seconds(links.latency)}{nodes}; predicted, not measured"
+        f"{count:,.0f} parameters ({show_bytes(setting.model)}), {show_seconds(step)} a step, "
+        f"{workers} workers, {show_bandwidth(8 * rate)}, latency {show_seconds(setting.latency)}; "
+        "predicted, not measured"
     )
     return Plan(
         caption=caption,
-        model_bytes=4 * count,
+        model_bytes=setting.model,
         send_steps=send_steps,
-        rows=rows,
+        rows=tuple(_row(text, setting) for text in strategies),
         recommendation=recommendation,
         reason=reason,
         warning=_beyond(count, workers, send_steps),
     )
 
 
-_OWN = {
-    kind.name: kind for kind in (BSP, LocalSGD, SelSync, AsyncAveraging, StreamingAveraging, DiLoCo)
-}
-"""Strategies with a formula, by name."""
-
-
-def _read(text: str) -> tuple[Strategy, Precision]:
-    """Return the strategy and the precision of a row. Raise if there is no formula for it."""
+def _row(text: str, setting: _Setting) -> Forecast:
+    """Return the figures of a strategy and precision. Raise if there is no formula for it."""
     if not isinstance(text, str):
         raise TypeError(f"a strategy is text like local:period=8, got {text!r}")
-    shown, _, wire = text.strip().partition(" --wire ")
+    shown, _, given = text.strip().partition(" --wire ")
     name = shown.partition(":")[0]
-    if name not in _OWN:
+    if name not in STRATEGIES:
         raise ValueError(
-            f"plan has formulas for {', '.join(_OWN)}, and none for {shown}"
-            f"{did_you_mean(name, _OWN)}: run a baseline or a strategy of your own with "
+            f"plan has formulas for {', '.join(STRATEGIES)}, and none for {shown}"
+            f"{did_you_mean(name, STRATEGIES)}: run a baseline or a strategy of your own with "
             "offbeat compare --simulate"
         )
     strategy = parse_strategy(shown)
@@ -669,7 +448,15 @@ def _read(text: str) -> tuple[Strategy, Precision]:
             f"plan needs target_lssr, as in selsync:target_lssr=0.9: how often {strategy} "
             "synchronizes follows from the gradients. Or run it with offbeat compare --simulate"
         )
-    if not wire:
-        return strategy, strategy.default_wire
-    require_choice("--wire", wire.strip(), ("float32", *BLOCK_BYTES))
-    return strategy, cast(Precision, wire.strip())
+    wire = cast(Precision, given.strip() or strategy.default_wire)
+    require_choice("--wire", wire, ("float32", *BLOCK_BYTES))
+    step, interval, payload = _forecast(strategy, wire, setting)
+    return Forecast(
+        strategy=f"{strategy}" + ("" if wire == strategy.default_wire else f" --wire {wire}"),
+        wire=wire,
+        step_seconds=step,
+        throughput=setting.workers * setting.step / step,
+        idle=1 - setting.step / step,
+        interval_steps=interval,
+        payload_bytes=payload,
+    )

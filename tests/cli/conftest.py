@@ -1,6 +1,7 @@
 """The command line in the test's process, which has imported torch already."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,10 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", os.getcwd())])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small models, beside other tests
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield main
+    for number, handler in handlers.items():  # which ``main`` replaces
+        signal.signal(number, handler)
     torch.set_num_threads(threads)
 
 

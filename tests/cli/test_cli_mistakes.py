@@ -118,7 +118,7 @@ SIMULATION = [
         ("compare digits -s DiLoCO", r".* 'DiLoCO' \(did you mean 'diloco'\?\); there are .*"),
         (f"{NET} -s strea", r"plan has .* \(did you mean 'streaming'\?\): .*"),
         ("compare digits --sampler defpd", r"sampler .*, got 'defpd' \(did you mean 'defdp'\?\)"),
-        ("compare digits --wire in8", r".* '--wire'.* 'in8' .*'int2'\. \(did you mean 'int8'\?\)"),
+        ("compare digits --wire in8", r".* '--wire'.* 'in8' .*'int2'\."),
         ("compare digits -s 'bsp --wire in8'", r"wire must .* 'in8' \(did you mean 'int8'\?\)"),
         # where results go
         ("compare digits -s bsp -o FILES/file", "--output .*/file: name a directory, .*"),
@@ -195,9 +195,7 @@ SIMULATION = [
         ("compare FILES/binary.py", ".*binary.py.*: it cannot be run: .*"),
         ("compare digits -s file_strategy:A", "importing .* failed: RuntimeError: of its own"),
         # plan
-        (f"{NET} -n {HUGE}", f"workers must be at most 10,000, got {HUGE}"),
         (f"{NET[:-5]}1GB/s", BANDWIDTH),
-        (f"{NET} --jitter 2", r"jitter must be in \[0, 1\] .*"),
         ("plan --bandwidth 5gbit --step-time 1ms", "Missing option '--parameters'."),
         ("plan --parameters 25M --step-time 1s", "Missing option '--bandwidth'."),
         (f"{NET} -s ideal", "plan has formulas for bsp, .*, and none for ideal: .* --simulate"),
@@ -213,11 +211,11 @@ SIMULATION = [
             "--workers: give a number of workers .* got '0'",
         ),
         ("run -n 4:2 FILES/exit.py", "--workers: give a number of workers .* got '4:2'"),
-        ("run -n 2 --here 0 FILES/exit.py", "here must be at least 1, got 0"),
+        ("run -n 2 --here 0 FILES/exit.py", ".*'--here'.* greater than or equal to 1"),
         ("run -n 2 --here 3 FILES/exit.py", "--here 3: there are --workers 2 in all"),
         ("run -n 2:4 --here 2 FILES/exit.py", "--here 2 of 4: the other machines need a store. .*"),
         ("run -n 2 --store a:1 FILES/exit.py", "--store needs --here, the number of workers .*"),
-        ("run -n 2 --max-restarts -1 FILES/exit.py", "max-restarts must be at least 0, got -1"),
+        ("run -n 2 --max-restarts -1 FILES/exit.py", ".*'--max-restarts'.* equal to 0"),
         ("run -n 2 --grace 20 FILES/exit.py", f"'20' {DURATION}"),
         (
             "run -n 2 --here 1 --store x FILES/exit.py",
@@ -233,7 +231,7 @@ SIMULATION = [
             ".*: the directory /no does not exist",
         ),
         ("run -n 2 --worker 3 FILES/exit.py", "No such option: --worker.*"),
-        ("store --port 65536", "port must be at most 65535, got 65536"),
+        ("store --port 65536", ".*'--port'.* less than or equal to 65535"),
     ],
 )
 def test_a_mistake_is_one_line(

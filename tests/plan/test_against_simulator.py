@@ -23,12 +23,11 @@ from cells import nightly
 from offbeat import Compute, Network, StreamingAveraging, parse_strategy, simulate
 from offbeat.averaging import buckets, gradients, pace, worker
 from offbeat.quantization import codecs, kernels
-from offbeat.units import to_count, to_seconds
+from offbeat.units import to_count
 
 MOST_BUCKETS, MOST_PARTS = 8, 24
 LARGE = 1_000_000
-EXACT, VARIED = 0.02, 0.05  # relative errors that are allowed without jitter, and with it
-PASS = 0.05  # the same of the steps between two means, without jitter
+STEP, INTERVAL = 0.02, 0.05  # allowed relative errors of a step, and of the steps between means
 formulas = sys.modules["offbeat.plan"]  # ``offbeat.plan`` is the function
 
 
@@ -53,8 +52,6 @@ class Case:
     bandwidth: str
     latency: str
     strategy: str
-    jitter: float = 0.0
-    workers_per_node: int = 1
 
     @property
     def streams(self) -> bool:
@@ -73,10 +70,8 @@ class Case:
         return min(number, MOST_PARTS)
 
     def __str__(self) -> str:
-        jitter = f" ± {100 * self.jitter:g} %" if self.jitter else ""
-        nodes = f" in nodes of {self.workers_per_node}" if self.workers_per_node > 1 else ""
         return (
-            f"{self.strategy}: {self.parameters}, {self.step}{jitter}, {self.workers}{nodes}, "
+            f"{self.strategy}: {self.parameters}, {self.step}, {self.workers}, "
             f"{self.bandwidth}, {self.latency}"
         )
 
@@ -94,8 +89,8 @@ OTHERS = (
 )
 
 
-def cases(*setting: Any, strategies: tuple[str, ...] = ALL, **more: Any) -> list[Case]:
-    return [Case(*setting, strategy, **more) for strategy in strategies]
+def cases(*setting: Any, strategies: tuple[str, ...] = ALL) -> list[Case]:
+    return [Case(*setting, strategy) for strategy in strategies]
 
 
 CASES = [
@@ -103,6 +98,8 @@ CASES = [
     Case("150k", "20ms", 2, "10Mbit/s", "50ms", "streaming --wire int4"),
     *cases("150k", "20ms", 4, "1Gbit/s", "1ms"),
     *cases("500k", "50ms", 4, "50Mbit/s", "100us", strategies=(*ALL, *OTHERS)),
+    Case("500k", "50ms", 4, "50Mbit/s", "150ms", "async:schedule=eager,staleness=64 --wire int8"),
+    Case("2M", "120ms", 4, "240Mbit/s", "100us", "async:schedule=eager,staleness=5"),
     *cases("500k", "50ms", 4, "5Mbit/s", "100us", strategies=("streaming:staleness=16",)),
     *cases("500k", "50ms", 4, "2.2Mbit/s", "100us", strategies=("streaming",)),
     *cases("500k", "50ms", 8, "18Mbit/s", "5ms", strategies=("streaming",)),
@@ -119,25 +116,6 @@ CASES = [
     *cases("1B", "2s", 64, "100Gbit/s", "1ms", strategies=("local:period=2",)),
 ]
 MANY = cases("25M", "120ms", 256, "10Gbit/s", "10us", strategies=("local:period=1", "bsp", "async"))
-VARYING = [
-    *cases(*("500k", "50ms", 4, "50Mbit/s", "100us"), strategies=(*FIXED, "streaming"), jitter=0.1),
-    *cases("500k", "50ms", 4, "10Mbit/s", "100us", strategies=("streaming",), jitter=0.1),
-    *cases("25M", "120ms", 8, "5Gbit/s", "1ms", strategies=FIXED, jitter=0.2),
-    *cases(*("7B", "5s", 4, "100Gbit/s", "50us"), strategies=(*FIXED, "streaming"), jitter=0.05),
-    *cases("5M", "100ms", 16, "10Gbit/s", "100us", strategies=("local:period=8",), jitter=0.3),
-]
-NODES = [
-    *cases(
-        *("25M", "120ms", 4, "5Gbit/s", "100us"),
-        strategies=("bsp", "local:period=4", "local:period=2 --wire int4", "async", "streaming"),
-        workers_per_node=2,
-    ),
-    *cases(
-        *("1B", "120ms", 8, "25Gbit/s", "1ms"),
-        strategies=("diloco:period=6,fragments=2,overlap=2",),
-        workers_per_node=2,
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -163,7 +141,7 @@ class Smaller:
         each = min(size / 8, bucket)  # so that a bucket consists of whole tensors
         if case.streams:
             each = size / case.parts
-        elif case.strategy.startswith("bsp") or case.workers_per_node > 1:
+        elif case.strategy.startswith("bsp"):
             # The first bucket of gradients is an eighth of the others.
             each = min(size / 8, buckets.BUCKET_BYTES / 64) if size < bucket else bucket / 8
         # A chunk of a quantized sum, an N-th of a tensor, consists of whole blocks.
@@ -180,21 +158,20 @@ class Smaller:
     def network(self, case: Case) -> Network:
         """The network, on which a message of the model takes as long as if it were larger."""
         factor = self.factor
-        # A vote of 8 numbers or one of the node, the contribution, a number for each tensor.
-        agreements = {8 * (before + 1 + self.tensors) for before in (8, 1)}
-        members = case.workers // case.workers_per_node
+        # A vote of 8 numbers, the contribution, a number for each tensor.
+        agreement = 8 * (8 + 1 + self.tensors)
         # Bytes of the votes in the first or only stage of a message.
-        rows = {"exchange": members, "gather": 1 if members == 2 else 0} if case.clocked else {}
+        rows = {"exchange": case.workers, "gather": case.workers == 2} if case.clocked else {}
 
         class LargerMessages(Network):
             def collective_cost(self, kind: Any, size_bytes: float, *rest: Any) -> Any:
-                same = 96 * rows.get(kind, 0) / case.workers_per_node
-                if kind == "gather" and (size_bytes <= 96 or size_bytes in agreements):
+                same = 96 * rows.get(kind, 0)
+                if kind == "gather" and (size_bytes <= 96 or size_bytes == agreement):
                     same = size_bytes
                 larger = same + factor * (size_bytes - same)
                 return super().collective_cost(kind, larger, *rest)
 
-        return LargerMessages(case.bandwidth, case.latency, workers_per_node=case.workers_per_node)
+        return LargerMessages(case.bandwidth, case.latency)
 
 
 def durations(case: Case, text: str) -> tuple[int, int]:
@@ -205,16 +182,11 @@ def durations(case: Case, text: str) -> tuple[int, int]:
         return 20, 20
     cycle = getattr(parse_strategy(text), "period", 1)
     cycle = 8 if text.startswith("async") else 10 if text.startswith("selsync") else cycle
-    if case.jitter:
-        return cycle, cycle * max(6, -(-30 // cycle))
     return (1, 1) if text == "local:period=1" else (max(2, cycle), max(2, cycle))
 
 
 def simulated(case: Case, text: str, smaller: Smaller) -> tuple[float, float]:
-    """Seconds of a step of a training in the simulator, and parts that land in it.
-
-    With jitter the mean of the drawn compute times is replaced by its expected value.
-    """
+    """Seconds of a step of a training in the simulator, and parts that land in it."""
     name, _, wire = text.partition(" --wire ")
     settle, steps = durations(case, name)
     # The gradients determine which steps synchronize. A fixed interval has the same share.
@@ -224,9 +196,8 @@ def simulated(case: Case, text: str, smaller: Smaller) -> tuple[float, float]:
     def train() -> tuple[float, float]:
         model = Model(smaller.tensors, smaller.elements)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        group: Any = "auto" if case.workers_per_node > 1 else None
         precision: Any = wire or strategy.default_wire
-        sync = offbeat.attach(model, optimizer, strategy, wire=precision, node_group=group)
+        sync = offbeat.attach(model, optimizer, strategy, wire=precision)
         ends = []
         for step in range(1, settle + steps + 1):
             optimizer.zero_grad()
@@ -237,16 +208,18 @@ def simulated(case: Case, text: str, smaller: Smaller) -> tuple[float, float]:
                 ends.append((sync.stats.wait_seconds, sync.stats.compute_seconds, landings))
         sync.detach()
         waited, computed, landed = (end - begin for begin, end in zip(*ends, strict=True))
-        computed = steps * to_seconds(case.step) if case.jitter else computed
         return (waited + computed) / steps, landed / steps
 
-    compute = Compute(case.step, jitter=case.jitter)
-    found = simulate(train, workers=case.workers, network=smaller.network(case), compute=compute)
+    network, compute = smaller.network(case), Compute(case.step)
+    found = simulate(train, workers=case.workers, network=network, compute=compute)
     seconds, landed = zip(*found.results, strict=True)
     return fmean(seconds), fmean(landed)
 
 
-def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", [*CASES, *nightly(MANY)], ids=str)
+def test_a_step_takes_as_long_as_in_the_simulator(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     smaller = Smaller.of(case)
     small_bucket = smaller.bucket_bytes / smaller.factor
     first = smaller.bucket_bytes / 8
@@ -267,30 +240,11 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         workers=case.workers,
         bandwidth=case.bandwidth,
         latency=case.latency,
-        jitter=case.jitter,
-        workers_per_node=case.workers_per_node,
         strategies=[text],
     ).rows
-    assert row.step_seconds == pytest.approx(seconds, rel=VARIED if case.jitter else EXACT)
-    if case.clocked and not case.jitter:
-        assert row.interval_steps == pytest.approx(parts / landed, rel=PASS)
-
-
-@pytest.mark.parametrize("case", [*CASES, *nightly(MANY)], ids=str)
-def test_a_step_takes_as_long_as_in_the_simulator(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(case, monkeypatch)
-
-
-@pytest.mark.parametrize("case", VARYING, ids=str)
-def test_a_step_takes_as_long_with_jitter(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(case, monkeypatch)
-
-
-@pytest.mark.parametrize("case", NODES, ids=str)
-def test_a_step_takes_as_long_in_nodes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(case, monkeypatch)
+    assert row.step_seconds == pytest.approx(seconds, rel=STEP)
+    if case.clocked:
+        assert row.interval_steps == pytest.approx(parts / landed, rel=INTERVAL)
 
 
 def test_the_constants_are_those_of_the_training() -> None:

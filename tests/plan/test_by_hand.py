@@ -1,6 +1,5 @@
 """Figures of a plan against values computed by hand."""
 
-import math
 from typing import Any
 
 import pytest
@@ -90,30 +89,3 @@ def test_bsp_overlaps_backward() -> None:
     sums = RING * (13 * 1e-4 + SIZE / (4 * 125e6)) + 1e-4 + 3 * 512 / 125e6
     assert row.step_seconds == pytest.approx(begins + sums, rel=1e-4)
     assert row.payload_bytes == pytest.approx(SIZE, rel=1e-4)
-
-
-def test_nodes() -> None:
-    """Two nodes of two: t and the mean of the node's gradients, then each worker's share of a mean.
-
-    The workers of a node give each other their shares.
-    """
-    nodes = {"workers_per_node": 2, "inside": "10Gbit/s", "inside_latency": "10us"}
-    row = one("local:period=8", **nodes, parameters=2**18)
-    alone = one("bsp", **nodes, parameters=2**18, workers=2)
-    inside = 10e-6 + 512 / 1.25e9 + 2 * (10e-6 + 2**20 / (2 * 1.25e9))
-    assert alone.step_seconds == pytest.approx(0.1 + inside, rel=1e-5)
-    mean = 2 * (1e-4 + 2**20 / (2 * 125e6)) + 10e-6 + 2**19 / 1.25e9
-    votes = 1e-4 + 2 * 64 / 125e6
-    assert row.step_seconds == pytest.approx(alone.step_seconds + (votes + mean) / 8)
-    assert row.idle == pytest.approx(1 - alone.step_seconds / row.step_seconds)
-    assert row.throughput == pytest.approx(4 * 0.1 / row.step_seconds)
-    assert row.payload_bytes == pytest.approx((2**20 / 2 + 64) / 8)
-
-
-def test_the_slowest_of_two_workers() -> None:
-    """Log-normal steps with σ of the logarithm s: E max = t·2·Φ(s/√2)."""
-    row = one("bsp", parameters=1000, workers=2, bandwidth=1e15, latency=0, jitter=0.1)
-    s = math.sqrt(math.log1p(0.1**2))
-    expected = 0.1 * (1 + math.erf(s / 2))
-    assert row.step_seconds == pytest.approx(expected, rel=0.005)
-    assert row.idle == pytest.approx(1 - 0.1 / expected, abs=0.005)

@@ -63,19 +63,11 @@ def test_long_latencies_take_int4() -> None:
 
 
 def test_a_single_worker_never_waits() -> None:
-    for changes in ({"workers": 1}, {"workers": 2, "workers_per_node": 2}):
-        result = plan(**{**SMALL, **changes}, jitter=0.5)
-        assert result.recommendation == "bsp"
-        assert result.reason == "a single worker or node waits for no other"
-        for row in result.rows:
-            assert (row.idle, row.payload_bytes, row.interval_steps) == (0, 0, math.inf)
-
-
-def test_jitter_alone_is_a_reason() -> None:
-    """On a fast network 8 workers with 10 % jitter wait 12.5 % with BSP."""
-    result = plan(**{**SMALL, "bandwidth": 1e12, "workers": 8, "latency": 0}, jitter=0.1)
-    assert result.rows[0].idle == pytest.approx(0.125, abs=0.008)
-    assert result.recommendation == "streaming"
+    result = plan(**{**SMALL, "workers": 1})
+    assert result.recommendation == "bsp"
+    assert result.reason == "a single worker waits for no other"
+    for row in result.rows:
+        assert (row.idle, row.payload_bytes, row.interval_steps) == (0, 0, math.inf)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
@@ -134,12 +126,12 @@ def test_a_warning_names_what_was_not_measured(changes: dict[str, Any], named: s
 
 def test_every_setting_is_answered_at_once() -> None:
     """Extreme models and links, within the time limit of a test."""
-    for parameters in ("1", "150k", "7B", "1T"):
+    for parameters in ("1", "150k", "70B"):
         for bandwidth in ("1kbit/s", "10Mbit/s", "100Gbit/s"):
-            for workers, jitter in ((2, 0.0), (10_000, 0.3)):
-                changes = dict(parameters=parameters, bandwidth=bandwidth, jitter=jitter)
-                for row in plan(**{**CASE, **changes, "workers": workers}).rows:
-                    assert row.step_seconds >= 0.1 * (1 - 1e-9)
+            for workers in (2, 10_000):
+                changes = dict(parameters=parameters, bandwidth=bandwidth, workers=workers)
+                for row in plan(**{**CASE, **changes}).rows:
+                    assert row.step_seconds >= 0.1
                     assert 0 <= row.idle <= 1
 
 
@@ -182,17 +174,12 @@ def test_other_strategies_are_refused(text: str) -> None:
         ({"latency": "1"}, "100us"),
         ({"latency": -1e-6}, "100us"),
         ({"workers": 0}, "workers must be at least 1"),
-        ({"jitter": 10}, "0.1 for 10 %"),
-        ({"jitter": math.nan}, "0.1 for 10 %"),
         ({"strategies": []}, "must be a list like"),
         ({"strategies": "bsp"}, "must be a list like"),
         ({"strategies": ["bps"]}, "did you mean 'bsp'"),
         ({"strategies": ["local"]}, "local:period=8"),
         ({"strategies": ["bsp --wire int3"]}, "--wire must be"),
         ({"strategies": ["selsync:delta=0.3"]}, "plan needs target_lssr"),
-        ({"workers": 9, "workers_per_node": 2}, "workers=9 do not fill nodes"),
-        ({"inside": "10Gbit/s"}, "inside needs nodes"),
-        ({"inside_latency": "1us"}, "inside needs nodes"),
     ],
 )
 def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -203,7 +190,7 @@ def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str)
 
 @pytest.mark.parametrize(
     "changes",
-    [{"parameters": None}, {"workers": 2.5}, {"jitter": "0.1"}, {"strategies": [3]}],
+    [{"parameters": None}, {"workers": 2.5}, {"strategies": [3]}],
 )
 def test_wrong_types_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
@@ -215,10 +202,10 @@ def test_wrong_types_are_refused(changes: dict[str, Any]) -> None:
 
 def test_table_and_dictionary() -> None:
     """The dictionary contains JSON values, and the table shows them."""
-    result = plan(**{**CASE, "workers": 8}, workers_per_node=2)
-    assert result.caption.startswith(
-        "25,000,000 parameters (100.0 MB), 100 ms a step, 8 workers, 1 Gbit/s, latency 100 us "
-        "between nodes of 2 with 100 Gbit/s, latency 10 us, which step every 10"
+    result = plan(**CASE)
+    assert result.caption == (
+        "25,000,000 parameters (100.0 MB), 100 ms a step, 4 workers, 1 Gbit/s, latency 100 us; "
+        "predicted, not measured"
     )
     table = result.table()
     assert all(len(row) == len(table.headings) for row in table.rows)

@@ -7,7 +7,6 @@ The commands are declared in ``commands.py``. If the extra ``lab`` is installed,
 import importlib
 import importlib.util
 import os
-import re
 import signal
 import sys
 from types import FrameType
@@ -20,7 +19,6 @@ except ImportError:
     raise SystemExit(2) from None
 
 import offbeat
-from offbeat.arguments import did_you_mean
 from offbeat.cli.command import Command
 from offbeat.cli.commands import COMMANDS
 from offbeat.errors import OffbeatError
@@ -81,7 +79,6 @@ def main() -> None:
     # A background job of a shell script ignores SIGINT, and must continue to ignore it.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         handled.append(signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in handled}
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         for handled_number in handled:
@@ -90,11 +87,7 @@ def main() -> None:
 
     for number in handled:
         signal.signal(number, interrupt)
-    try:
-        _run()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    _run()
 
 
 def _run() -> NoReturn:
@@ -111,7 +104,9 @@ def _run() -> NoReturn:
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         _fail(f"error: {error}", 2)
     except OSError as error:
-        _fail(f"error: {_describe(error)}", 2 if error.filename is not None else 1)
+        if error.filename is None:
+            _fail(f"error: {error}", 1)
+        _fail(f"error: {error.filename}: {error.strerror}", 2)
     except OverflowError as error:
         _fail(f"error: a number is too large to compute with: {error}", 2)
     except Exception as error:
@@ -120,24 +115,10 @@ def _run() -> NoReturn:
             raise
         if not format_message():  # without a command, typer has printed the help
             raise SystemExit(2) from None
-        _fail(f"error: {_with_suggestion(format_message())}", 2)
+        _fail(f"error: {format_message()}", 2)
     if status == 130:  # typer has caught Ctrl-C and returned this status
         _fail(INTERRUPTED, 130)
     raise SystemExit(status)
-
-
-def _with_suggestion(message: str) -> str:
-    """Add the most similar value to typer's error for a value that is none of the choices."""
-    match = re.search(r"'([^']*)' is not one of ('.*')", message)
-    return (
-        message + did_you_mean(match[1], re.findall(r"'([^']*)'", match[2])) if match else message
-    )
-
-
-def _describe(error: OSError) -> str:
-    if error.filename is None or error.strerror is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}"
 
 
 class _Terminated(BaseException):

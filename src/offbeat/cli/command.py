@@ -1,8 +1,6 @@
 """How commands are declared, those of the laboratory included."""
 
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec
@@ -12,9 +10,7 @@ import typer.core
 Options = ParamSpec("Options")
 
 
-def implemented_in(
-    module: str, *, loads_files: bool = True
-) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
+def implemented_in(module: str) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
     """Return a decorator that makes a command call its implementation.
 
     The decorated function only declares a command: its options and help text. The implementation
@@ -23,15 +19,11 @@ def implemented_in(
 
     Args:
         module: Name of the module in full.
-        loads_files: True if the command can import a recipe or a strategy of the user.
     """
 
     def decorate(function: Callable[Options, None]) -> Callable[Options, None]:
         @wraps(function)
         def command(*args: Options.args, **values: Options.kwargs) -> None:
-            # Console scripts and `python -P` do not add the current directory to the path.
-            if loads_files and "" not in sys.path and os.getcwd() not in sys.path:
-                sys.path.insert(0, os.getcwd())
             implementation = importlib.import_module(module)
             getattr(implementation, function.__name__)(*args, **values)
 

@@ -9,10 +9,8 @@ import typer
 
 from offbeat.cli.command import implemented_in
 
-_NODE_BANDWIDTH, _NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.simulate.network`
 
-
-@implemented_in("offbeat.cli.plan", loads_files=False)
+@implemented_in("offbeat.cli.plan")
 def plan(
     *,
     parameters: Annotated[str, typer.Option(help="Number of parameters, as in 25M.")],
@@ -29,18 +27,6 @@ def plan(
         ),
     ] = None,
     latency: Annotated[str, typer.Option(help="Latency of a message, as in 50us.")] = "100us",
-    jitter: Annotated[
-        float, typer.Option(help="Relative standard deviation of the step time.")
-    ] = 0.0,
-    workers_per_node: Annotated[
-        int, typer.Option(help="Workers per node, which share its link.")
-    ] = 1,
-    inside: Annotated[
-        str | None, typer.Option(help="Bandwidth inside a node.", show_default=_NODE_BANDWIDTH)
-    ] = None,
-    inside_latency: Annotated[
-        str | None, typer.Option(help="Latency inside a node.", show_default=_NODE_LATENCY)
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Predict the time of a step under each strategy, and recommend one to try first.
@@ -48,15 +34,17 @@ def plan(
     The speed-up counts steps, not the time to a metric: a strategy may need
     more steps.
 
+    A node of several workers counts as one worker: give the number of nodes,
+    the step time of a node, and the bandwidth of its link.
+
     [bold]Examples[/bold]
 
     offbeat plan --parameters 25M --step-time 120ms -n 16 --bandwidth 5gbit
     offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit -s streaming
-    offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit --jitter 0.1
     """
 
 
-@implemented_in("offbeat.cli.elastic", loads_files=False)
+@implemented_in("offbeat.cli.elastic")
 def run(
     script: Annotated[str, typer.Argument(help="The script. Its own arguments follow it.")],
     arguments: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
@@ -73,7 +61,7 @@ def run(
     here: Annotated[
         int | None,
         typer.Option(
-            help="Number of workers on this machine.", show_default="all, without --store"
+            min=1, help="Number of workers on this machine.", show_default="all, without --store"
         ),
     ] = None,
     store: Annotated[
@@ -89,7 +77,8 @@ def run(
         bool, typer.Option("--fresh", help="New interpreters instead of forks.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(help="Restarts of a worker, counted anew after it has lived a minute.")
+        int,
+        typer.Option(min=0, help="Restarts of a worker, counted anew after it has lived a minute."),
     ] = 3,
     grace: Annotated[
         str, typer.Option(help="Time of the workers to end after SIGTERM or Ctrl-C.")
@@ -108,9 +97,11 @@ def run(
     """
 
 
-@implemented_in("offbeat.cli.elastic", loads_files=False)
+@implemented_in("offbeat.cli.elastic")
 def store(
-    port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.")] = 29500,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")
+    ] = 29500,
     host: Annotated[
         str | None,
         typer.Option(

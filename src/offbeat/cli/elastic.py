@@ -4,10 +4,9 @@ import importlib.util
 import os
 import signal
 import socket
-import sys
+from importlib.machinery import PathFinder
 from typing import NoReturn
 
-from offbeat.arguments import require_integer
 from offbeat.elastic.address import WorkerCount, parse_address
 from offbeat.launcher import output
 from offbeat.launcher.launch import launch
@@ -31,7 +30,6 @@ def run(
     """Run a script on workers that are restarted. Exits with the code of the launcher."""
     workers_here = _workers_here(workers, here, store)
     grace_seconds = to_seconds(grace, allow_zero=True)
-    require_integer("max-restarts", max_restarts, least=0)
     if store is not None:
         _require_store(store)
     _require_program(script, module)
@@ -58,7 +56,6 @@ def _workers_here(workers: str, here: int | None, store: str | None) -> int:
         if store is not None:
             raise ValueError("--store needs --here, the number of workers on this machine")
         return most
-    require_integer("here", here, least=1)
     if here > most:
         raise ValueError(f"--here {here}: there are --workers {workers} in all")
     if here < most and store is None:
@@ -84,12 +81,8 @@ def _require_program(script: str, module: bool) -> None:
     """Raise ValueError or FileNotFoundError unless the script or module exists."""
     if module:
         package = script.partition(".")[0]
-        sys.path.insert(0, os.getcwd())  # as in the workers
-        try:
-            found = importlib.util.find_spec(package)
-        finally:
-            sys.path.remove(os.getcwd())
-        if found is None:
+        # The workers also search the current directory.
+        if not (PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package)):
             raise ValueError(f"there is no module {package}, here or among the installed packages")
     elif not os.path.exists(script):
         raise FileNotFoundError(f"there is no script {script}")
@@ -99,9 +92,6 @@ def _require_program(script: str, module: bool) -> None:
 
 def store(port: int, host: str | None) -> None:
     """Keep a store until a signal."""
-    require_integer("port", port, least=0)
-    if port > 65535:
-        raise ValueError(f"port must be at most 65535, got {port}")
     listener = listen(host, port)
     address = f"{host or socket.gethostname()}:{listener.getsockname()[1]}"
     output.report(f"the store is at {address}")

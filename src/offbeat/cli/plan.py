@@ -6,18 +6,15 @@ from typing import Any
 from offbeat.cli.view import console, print_narrow_table
 from offbeat.plan import plan as make_plan
 
-_MOST_WORKERS = 10_000
 _SPEED_UP = (
     "The speed-up counts steps, not the time to a metric: a strategy may need more steps than "
     "another to reach the same metric."
 )
 
 
-def plan(*, workers: int, strategy: list[str] | None, as_json: bool, **setting: Any) -> None:
+def plan(*, strategy: list[str] | None, as_json: bool, **setting: Any) -> None:
     """Predict the time of a step under each strategy, and recommend one."""
-    if workers > _MOST_WORKERS:
-        raise ValueError(f"workers must be at most {_MOST_WORKERS:,}, got {workers}")
-    answer = make_plan(workers=workers, strategies=strategy or None, **setting)
+    answer = make_plan(strategies=strategy or None, **setting)
     if as_json:
         console.print_json(json.dumps(answer.to_dict()))
         return

@@ -1,7 +1,9 @@
 """Output of the command line: tables on a terminal."""
 
+from typing import Literal
+
 import rich.table
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 from offbeat.display.narrow import narrow
@@ -9,24 +11,22 @@ from offbeat.display.table import Table
 
 console = Console(markup=False, emoji=False)  # paths may have brackets and colons
 WIDER = "a wider terminal shows them"
-_WIDE = 100  # columns
 
 
 def print_table(table: Table, *, texts: int = 1) -> None:
     """Print a table with its caption. The first ``texts`` columns are text, the others numbers."""
-    gap = 2 if console.width >= _WIDE else 1
-    grid = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    grid = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
         # Lines of neighbouring cells belong together, as a setting and its range. Wrapping one cell
         # would shift them.
-        unwrapped = number == 0 or any("\n" in cell for cell in cells)
-        grid.add_column(
-            heading,
-            justify="left" if number < texts else "right",
-            no_wrap=unwrapped,
-            overflow="fold",
-        )
-    console.print(_captioned(table, grid))
+        unwrapped = number == 0 or number >= texts or any("\n" in cell for cell in cells)
+        justify: Literal["left", "right"] = "left" if number < texts else "right"
+        grid.add_column(heading, justify=justify, no_wrap=unwrapped, overflow="fold")
+    for row in table.rows:
+        grid.add_row(*map(Text, row))
+    if table.caption:
+        console.print(Text(table.caption, style="dim"))
+    console.print(grid)
     console.print()
 
 
@@ -37,18 +37,7 @@ def print_narrow_table(table: Table, *, labels: int = 1, rest: str = WIDER) -> N
     below the table names them and says with the text ``rest`` where they are.
     """
     shown, left_out = narrow(table, console.width, labels=labels)
-    grid = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(shown.headings):
-        grid.add_column(heading, justify="left" if number < labels else "right", no_wrap=True)
-    console.print(_captioned(shown, grid))
-    console.print()
+    print_table(shown, texts=labels)
     if left_out:
         text = f"Not shown in {console.width} columns: {', '.join(left_out)}; {rest}.\n"
         console.print(text, style="dim", highlight=False)
-
-
-def _captioned(table: Table, grid: rich.table.Table) -> RenderableType:
-    """Add the rows of ``table`` to ``grid``, and return it below the caption."""
-    for row in table.rows:
-        grid.add_row(*map(Text, row))
-    return Group(Text(table.caption, style="dim"), grid) if table.caption else grid

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import sys
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -52,6 +53,10 @@ _MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a 
 
 def compare(options: CompareOptions, job: Job) -> None:
     """Train with one method, or with several under the same seeds; print and write the results."""
+    # Console scripts and `python -P` do not add the current directory, from which recipes and
+    # strategies of the user may be imported.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     job = with_launched_workers(job)
     scenario, step_time = options.scenario, options.step_time
     job = replace(
