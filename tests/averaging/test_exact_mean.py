@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 import offbeat
 from loops import Recorded, attach, bits, close, everything
 from offbeat.averaging import Replica
+from offbeat.averaging import flat as flat_tensors
 from offbeat.averaging.exact_mean import ExactMean
+from offbeat.training.checks.consistency import copy_rank_0
+from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
 from problems import OPTIMIZERS, Simulated, flat, loss_of, make_batch, train_step
-from worlds import run
+from worlds import run, simulated
 
 
 class Tied(nn.Module):
@@ -237,8 +241,9 @@ WEIGHTS = [0.5, 2.0, 0.0]
 class Begun:
     """A worker that holds its own model, of workers that have begun with the same one."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, sent: list[Any] | None = None) -> None:
         self.recorded = Recorded()
+        self.recorded.tensors = [] if sent is None else sent
         self.team = Team(self.recorded.make_communicator(20))
         self.model = Kinds(0)
         self.replica = Replica(self.model, self.model.parameters())
@@ -358,6 +363,65 @@ def test_a_mean_of_training_is_near_it_over_every_wire(text: str, wire: str) -> 
                 assert torch.equal(bits(result[name]), bits(results[0][name])), name
     exact = torch.allclose(results[0]["weight64"], mean["weight64"], rtol=0, atol=1e-12)
     assert exact == (wire == "float32")
+
+
+def reciprocals(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Means of a model and of gradients, and what this worker contributes to both."""
+    own = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+    model = nn.Module()
+    model.x = nn.Parameter(own.clone())
+    team = Team(open_communicator(None, 20, what="a test"))
+    ExactMean(team, Replica(model, [model.x])).average(1.0, size, what="a test")
+    mean = model.x.detach().clone()
+    with attach(model, torch.optim.SGD([model.x], lr=0.0), offbeat.BSP()):
+        (model.x * own).sum().backward()
+    return mean, model.x.grad, own
+
+
+@pytest.mark.parametrize("workers", [3, 5, 7])
+def test_a_sum_is_multiplied_by_the_rounded_reciprocal(workers: int) -> None:
+    """CUDA divides by a number in this way."""
+    results = simulated(reciprocals, workers=workers)
+    sums = sum(own for _, _, own in results)
+    expected = sums.numpy() * (np.float32(1) / np.float32(workers))
+    for mean, gradient, _ in results:
+        assert mean.tolist() == gradient.tolist() == expected.tolist()
+
+
+class Held(list[Any]):
+    """Weak references. ``most`` is the largest number of objects that existed at an ``append``."""
+
+    most = 0
+
+    def append(self, reference: Any) -> None:
+        super().append(reference)
+        self.most = max(self.most, sum(each() is not None for each in self))
+
+
+def ranged(rank: int, size: int) -> Any:
+    """A mean, one that is shown, and a copy of rank 0's model, in ranges."""
+    average, show = Begun(rank), Begun(rank, Held())
+    average.mean.average(WEIGHTS[rank], sum(WEIGHTS), what="a test")
+    show.mean.show(WEIGHTS[rank], sum(WEIGHTS), what="a test")
+    means = [copy_of(each.model) for each in (average, show)]
+    sizes = average.recorded.sums("a test")
+    differ(average.model, rank)
+    copy_rank_0(average.team, average.replica.everything())
+    return means, sizes, show.recorded.tensors.most, copy_of(average.model)
+
+
+def test_ranges_begin_inside_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message is larger than the limit, and ``show`` holds at most two of them."""
+    monkeypatch.setattr(flat_tensors, "BUCKET_BYTES", 1000)
+    mean, rank_0 = expected(WEIGHTS), Kinds(0).state_dict()
+    for means, sizes, most, copied in simulated(ranged, workers=3):
+        assert max(sizes) == 1000
+        assert len(sizes) > 20
+        assert most == 2
+        for state in means:
+            assert_is(state, mean)
+        for name, value in copied.items():
+            assert torch.equal(bits(value), bits(rank_0[name])), name
 
 
 def show(rank: int, size: int) -> Any:
