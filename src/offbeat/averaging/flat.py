@@ -49,6 +49,7 @@ class Share(NamedTuple):
 
 
 WHOLE = Share(0, 1)
+_Copy = tuple[Tensor, Tensor]  # a tensor that has gaps in memory or another order, and its copy
 
 
 class Flat:
@@ -95,14 +96,8 @@ class Flat:
             return
         self._addresses, self.device = addresses, self.tensors[0].device
         numbers = [as_real(tensor.detach()) for tensor in self.tensors]
-        self._dense = [
-            _is_dense(each) if self._in_memory_order else each.is_contiguous() for each in numbers
-        ]
-        self._views = [
-            each.as_strided((each.numel(),), (1,)) if dense else each
-            for each, dense in zip(numbers, self._dense, strict=True)
-        ]
-        self._pieces: dict[tuple[int, int], list[Tensor]] = {}  # of dense tensors, by their range
+        self._views = [_by_memory(each) for each in numbers] if self._in_memory_order else numbers
+        self._pieces: dict[tuple[int, int], tuple[list[Tensor], list[_Copy]]] = {}
 
     def _slices(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (tensor, first, last) for each tensor with numbers from ``start`` to ``stop``."""
@@ -114,13 +109,21 @@ class Flat:
                 yield index, start - offset, last - offset
             start, index = last, index + 1
 
-    def numbers(self, start: int, stop: int) -> list[Tensor]:
-        """Return 1-D tensors with the numbers from ``start`` to ``stop``."""
+    def _numbers(self, start: int, stop: int) -> tuple[list[Tensor], list[_Copy]]:
+        """Return the numbers from ``start`` to ``stop`` as 1-D tensors, and the copied tensors.
+
+        If no tensor was copied, the result is stored for the next call.
+        """
         found = self._pieces.get((start, stop))
         if found is None:
-            slices = list(self._slices(start, stop))
-            found = [self._views[i].reshape(-1)[a:b] for i, a, b in slices]
-            if all(self._dense[i] for i, _, _ in slices):
+            found = numbers, copies = list[Tensor](), list[_Copy]()
+            for index, first, last in self._slices(start, stop):
+                view = self._views[index]
+                whole = view.reshape(-1)
+                numbers.append(whole[first:last])
+                if whole.data_ptr() != view.data_ptr():
+                    copies.append((view, whole))
+            if not copies:
                 self._pieces[start, stop] = found
         return found
 
@@ -132,7 +135,7 @@ class Flat:
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill ``out``, of any dtype and device, with the numbers from ``start`` on."""
-        numbers = self.numbers(start, start + out.numel())
+        numbers, _ = self._numbers(start, start + out.numel())
         if all(each.device == out.device for each in numbers):
             torch.cat(numbers, out=out)
         else:
@@ -162,21 +165,14 @@ class Flat:
         self._write(start, values, add=False)
 
     def _write(self, start: int, values: Tensor, *, add: bool) -> None:
-        stop = start + values.numel()
-        numbers = self.numbers(start, stop)
+        numbers, copies = self._numbers(start, start + values.numel())
         for target, part in zip(numbers, values.split([t.numel() for t in numbers]), strict=True):
             if add:
                 target.add_(part.to(target.device))
             else:
                 target.copy_(part)
-        if (start, stop) not in self._pieces:  # some of the numbers are copies
-            for target, (index, first, last) in zip(
-                numbers, self._slices(start, stop), strict=True
-            ):
-                if not self._dense[index]:
-                    whole = self._views[index].reshape(-1)
-                    whole[first:last] = target
-                    self._views[index].copy_(whole.view(self._views[index].shape))
+        for view, whole in copies:
+            view.copy_(whole.view(view.shape))
 
 
 def make_flats(
@@ -190,17 +186,17 @@ def make_flats(
     return [Flat(group, share, in_memory_order=in_memory_order) for group in groups.values()]
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill a range of memory without gaps, in any order."""
+def _by_memory(tensor: Tensor) -> Tensor:
+    """Return a 1-D view if the elements fill a range of memory without gaps, else ``tensor``."""
     expected = 1
     for size, stride in sorted(
         zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]
     ):
         if size > 1:
             if stride != expected:
-                return False
+                return tensor
             expected *= size
-    return True
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 class Space:
