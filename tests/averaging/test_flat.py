@@ -154,18 +154,6 @@ def test_no_number_of_a_copy_with_weight_0_is_nan() -> None:
     assert Flat([torch.tensor([torch.nan, 1.0])]).copy(weight=0.0).tolist() == [0.0, 0.0]
 
 
-def test_complex_and_half_tensors() -> None:
-    """A complex number is two numbers. Half types are computed with in float32."""
-    (numbers,) = spaces_of([torch.tensor([1 + 2j, 3 + 4j])])
-    out = torch.empty(2)
-    numbers.x.read(1, out)
-    assert out.tolist() == [2.0, 3.0]
-    half = Flat([torch.ones(2, dtype=torch.bfloat16)])
-    half.add(0, torch.tensor([2**-9, 2**-7]))
-    assert half.dtype == torch.float32
-    assert half.tensors[0].tolist() == [1.0, 1 + 2**-7], "rounded once"
-
-
 def test_a_flat_vector_follows_a_module_that_is_moved() -> None:
     """It uses the current memory after ``.data`` was replaced."""
     parameter = nn.Parameter(torch.zeros(6))

@@ -222,12 +222,9 @@ class Averager(Flow):
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         if last and self.strategy.gradient_norm:
-            self._sum_squares()
+            self.state.view.gradient_norm_squared = sum(self._squared.values())
+            self._squared.clear()
         return False
-
-    def _sum_squares(self) -> None:
-        self.state.view.gradient_norm_squared = sum(self._squared.values())
-        self._squared.clear()
 
     @override
     def step_skipped(self) -> None:
@@ -500,9 +497,8 @@ class RoundAverager(Averager):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        super().gradients_ready(optimizer, last=last)
         if last:
-            if self.strategy.gradient_norm:
-                self._sum_squares()
             self._wanted = float(self.strategy.due(self.view_of(stepping=True)))
             if self._wanted > 0:
                 self._pending = self.vote(0, stepping=True)

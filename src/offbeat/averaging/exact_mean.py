@@ -43,12 +43,11 @@ class ExactMean:
 
         If ``total`` is 0, only signed integer buffers change.
         """
-        if not total:
-            self.average_integers(what=what)
-        elif final:
-            self.average(weight, total, what=what)
-        else:
+        if total and not final:
             self.show(weight, total, what=what)
+        else:
+            tensors = self._replica.averaged() if total else []
+            self.average_tensors(tensors, weight, total, what=what, integers=True)
 
     def average(self, weight: float, total: float, *, what: str) -> None:
         """Replace the model by the mean."""
@@ -57,10 +56,6 @@ class ExactMean:
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
         """Replace the buffers as ``average`` does, but leave the parameters unchanged."""
         self.average_tensors(self._replica.float_buffers(), weight, total, what=what, integers=True)
-
-    def average_integers(self, *, what: str) -> None:
-        """Replace the signed integer buffers by their maximum."""
-        self.average_tensors([], 0.0, 1.0, what=what, integers=True)
 
     def average_tensors(
         self,
@@ -98,7 +93,7 @@ class ExactMean:
                 self._write(*pending.pop(0), total)
         for each in pending:
             self._write(*each, total)
-        self.average_integers(what=what)
+        self.average_tensors([], weight, total, what=what, integers=True)
 
     def _start(self, tensors: Iterable[Tensor], weight: float, what: str) -> Iterator[_Range]:
         """Start the sum of each range when the caller asks for it."""
