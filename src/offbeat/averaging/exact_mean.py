@@ -35,7 +35,7 @@ class ExactMean:
     def __init__(self, team: Team, replica: Replica) -> None:
         # In a node each process sends its copy of the model: a ring then sends no more to other
         # nodes than one process would.
-        self._communicator, self._copies = team.replica_team.communicator, team.copies
+        self._team, self._copies = team.replica_team, team.copies
         self._replica = replica
 
     def consensus(self, weight: float, total: float, *, final: bool, what: str) -> None:
@@ -100,7 +100,7 @@ class ExactMean:
         for flat in make_flats(tensors):
             for start, stop in flat.ranges():
                 values = flat.copy(start, stop, weight=weight)
-                yield flat, start, self._communicator.sum(values, what=what)
+                yield flat, start, self._team.communicator.sum(values, what=what)
 
     def _write(self, flat: Flat, start: int, handle: Handle[Tensor], total: float) -> None:
         # Here and in all other means, a sum is multiplied by the rounded reciprocal of the divisor.
@@ -111,7 +111,8 @@ class ExactMean:
         """Start the maximum of the signed integer buffers in int64, if there are any."""
         counters = [each for each in self._replica.integer_buffers() if each.numel()]
         if counters:
-            flat, device = Flat(counters), self._communicator.control_device
+            flat, communicator = Flat(counters), self._team.communicator
+            device = communicator.control_device
             values = torch.empty(flat.elements, dtype=torch.int64, device=device)
             flat.read(0, values)
-            yield flat, 0, self._communicator.maximum(values, what=what)
+            yield flat, 0, communicator.maximum(values, what=what)
