@@ -32,7 +32,7 @@ _NAMES = {
     "offbeat.averaging.gradients": "GradientMean",
     "offbeat.averaging.averager": "RoundAverager",
     "offbeat.averaging.norm": "squared_norm",
-    "offbeat.quantization.message": "All Message Stream",
+    "offbeat.quantization.message": "All Message Section",
     "offbeat.averaging.replica": "Replica",
     "offbeat.averaging.votes": "Round Vote",
     "offbeat.averaging.worker": "AttachedOptimizer Worker",
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from offbeat.display.table import Table as Table
     from offbeat.quantization.message import All as All
     from offbeat.quantization.message import Message as Message
-    from offbeat.quantization.message import Stream as Stream
+    from offbeat.quantization.message import Section as Section
     from offbeat.simulate import Join as Join
     from offbeat.simulate import Kill as Kill
     from offbeat.strategies.base import CustomFlow as CustomFlow

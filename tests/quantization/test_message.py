@@ -1,7 +1,7 @@
-"""Messages of several parts: sums, votes, bytes and error feedback.
+"""Messages of several sections: sums, votes, bytes and error feedback.
 
-The reference quantizes each slice with the codecs, which ``test_codecs.py`` tests. It knows nothing
-of chunks, of pieces, or of the layout of a message.
+The reference quantizes each section with the codecs, which ``test_codecs.py`` tests. It knows
+nothing of the blocks that a worker owns, of pieces, or of the layout of a message.
 """
 
 import itertools
@@ -16,18 +16,16 @@ from torch.nn.functional import pad
 
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.kernels import BLOCK
-from offbeat.quantization.message import ExactMessage, Message, QuantizedMessage, Stream
+from offbeat.quantization.message import ExactMessage, Message, QuantizedMessage, Section, Stream
 from offbeat.quantization.wire import Wire
 from offbeat.transport.team import Team
 from quantization.rounding import most, values
 from quantization.wires import every_world, simulated
 
-Slices = dict[tuple[int, int], Tensor]
-"""Numbers by the index of the part and of the slice in the part."""
-
 CPU = torch.device("cpu")
-LENGTHS = {(0, 0): 700, (0, 1): 5, (0, 2): 1300, (1, 0): 3 * BLOCK, (2, 0): 1, (2, 1): 2900}
-BLOCKS = [2 + 1 + 3, 3, 1 + 6]  # of each part
+LENGTHS = [700, 5, 1300, 3 * BLOCK, 1, 2900]
+BLOCKS = [2, 1, 3, 3, 1, 6]
+FEEDBACK = 3  # the section whose stream also keeps the errors of the first stage
 BLOCK_BYTES = {"int8": 516, "int4": 260, "int2": 108, "bfloat16": 1024}
 MESSAGES: list[tuple[str | None, tuple[int, ...]]] = [
     ("int4", (0, 1, 2)),
@@ -39,25 +37,19 @@ MESSAGES: list[tuple[str | None, tuple[int, ...]]] = [
     (None, (1,)),
     ("int2", (1,)),
 ]
-"""Precision of each message of the same parts, and the workers that contribute to it."""
+"""Precision of each message of the same sections, and the workers that contribute to it."""
 
 
-def updates(number: int, rank: int) -> Slices:
+def updates(number: int, rank: int) -> list[Tensor]:
     """Return the update of a worker for message ``number``."""
-    return {
-        (i, j): values(1000 * number + 100 * rank + 10 * i + j, elements)
-        for (i, j), elements in LENGTHS.items()
-    }
+    return [values(1000 * number + 100 * rank + i, n) for i, n in enumerate(LENGTHS)]
 
 
 def make_streams(workers: int, stages: int = 2) -> list[Stream]:
-    """Return a stream for each part. With two stages, part 1 keeps the errors of both."""
-    streams = []
-    for part in range(len(BLOCKS)):
-        lengths = [elements for (i, _), elements in LENGTHS.items() if i == part]
-        streams.append(Stream([(n, torch.float32, CPU) for n in lengths], workers, CPU))
-        if stages == 2:
-            streams[-1].make_errors(residual=part == 1)
+    """Return a stream for each section."""
+    streams = [Stream(n, torch.float32, CPU) for n in LENGTHS]
+    for index, stream in enumerate(streams if stages == 2 else []):
+        stream.make_errors(workers, residual=index == FEEDBACK)
     return streams
 
 
@@ -66,25 +58,26 @@ def exchange(
     team: Team,
     precision: str | None,
     streams: list[Stream],
-    update: Slices,
+    update: list[Tensor],
     *,
     contribute: bool = True,
     blocks: int = 1,
-) -> tuple[Message, bool, Slices, Slices]:
+) -> tuple[Message, bool, list[Tensor], list[Tensor]]:
     """Send an update, in pieces of some blocks. A worker that does not contribute clears it.
 
-    It does not write parts whose stream would keep the errors.
+    It does not write the section whose stream would keep the errors.
 
     Returns:
         The message, its ``finite``, the sum and the own update.
     """
-    message: Message = ExactMessage(team, streams, "a message", keep=True)
+    sections = [Section(each, 0, each.elements) for each in streams]
+    message: Message = ExactMessage(team, sections, "a message", keep=True)
     if precision is not None:
-        message = QuantizedMessage(wire, precision, streams, "a message", vote=2)
-    for place, numbers in update.items():
+        message = QuantizedMessage(wire, precision, sections, "a message", vote=2)
+    for index, numbers in enumerate(update):
         for k, piece in enumerate(numbers.split(blocks * BLOCK)):
-            if contribute or streams[place[0]].residual is None:
-                message.write(*place, k * blocks * BLOCK, piece.clone())
+            if contribute or streams[index].residual is None:
+                message.write(index, k * blocks * BLOCK, piece.clone())
     finite = message.finite()
     if not contribute:
         message.clear()
@@ -92,23 +85,23 @@ def exchange(
     counted = team.account.payload_bytes
     handle.wait()
     assert team.account.payload_bytes == counted, "all bytes count at the start"
-    totals, sent = ({p: torch.full((n,), 9.0) for p, n in LENGTHS.items()} for _ in range(2))
-    for place, elements in LENGTHS.items():
+    totals, sent = ([torch.full((n,), 9.0) for n in LENGTHS] for _ in range(2))
+    for index, elements in enumerate(LENGTHS):
         for start in range(0, elements, 2 * blocks * BLOCK):
             some = slice(start, start + 2 * blocks * BLOCK)
-            message.read(*place, start, totals[place][some], sent[place][some])
+            message.read(index, start, totals[index][some], sent[index][some])
     return message, finite, totals, sent
 
 
 def all_messages(
     wire: Wire, team: Team, *, stages: int
-) -> list[tuple[Slices, Slices, list[Tensor], Tensor]]:
+) -> list[tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]]:
     """Return, of each message, the sum, this worker's update, and its errors of both stages."""
     streams, seen = make_streams(team.size, stages), []
     chunks = sum(-(-blocks // team.size) for blocks in BLOCKS)
-    blocks, rows = team.size * chunks, 1
+    blocks, rows = sum(BLOCKS), 1
     if stages == 2:
-        blocks, rows = blocks + chunks, team.size
+        blocks, rows = (team.size + 1) * chunks, team.size
     for number, (precision, contributors) in enumerate(MESSAGES):
         before, contribute = team.account.payload_bytes, team.rank in contributors
         update, pieces = updates(number, team.rank), 1 + number % 2
@@ -116,12 +109,12 @@ def all_messages(
             wire, team, precision, streams, update, contribute=contribute, blocks=pieces
         )
         summed = [s.errors.clone() for s in streams if s.errors is not None]
-        residual = streams[1].residual
+        residual = streams[FEEDBACK].residual
         first = torch.zeros(3 * BLOCK) if residual is None else residual.clone()
         seen.append((total, sent, summed, first))
         assert message.votes == [[rank, math.pi] for rank in range(team.size)]
         assert message.integers == (precision not in ("bfloat16", None))
-        sent_bytes = 4 * sum(LENGTHS.values()) + 16
+        sent_bytes = 4 * sum(LENGTHS) + 16
         if precision:
             sent_bytes = BLOCK_BYTES[precision] * blocks + 16 * rows
         assert team.account.payload_bytes - before == sent_bytes
@@ -146,22 +139,22 @@ def test_the_sum_of_each_message_is_that_of_the_reference(
 
     In a single stage, updates are quantized once. In two stages, their sum is quantized, too. Its
     errors are added to the next quantized message to which a worker contributes, and so are those
-    of part 1 in the first stage. A worker that does not contribute keeps the latter.
+    of one section in the first stage. A worker that does not contribute keeps the latter.
     """
     results = world(partial(all_messages, stages=stages), "int8", workers=workers)
-    errors = {place: torch.zeros(-(-n // BLOCK) * BLOCK) for place, n in LENGTHS.items()}
+    errors = [torch.zeros(blocks * BLOCK) for blocks in BLOCKS]
     first = [torch.zeros(3 * BLOCK) for _ in range(workers)]
-    received, put_in = ({place: torch.zeros(n) for place, n in LENGTHS.items()} for _ in range(2))
+    received, put_in = ([torch.zeros(n) for n in LENGTHS] for _ in range(2))
     for number, (precision, contributors) in enumerate(MESSAGES):
         seen = [result[number] for result in results]
         two_stages = stages == 2 and precision and contributors
-        for place, n in LENGTHS.items():
+        for place, n in enumerate(LENGTHS):
             total = errors[place].clone() if two_stages else torch.zeros_like(errors[place])
             for rank in range(workers):
                 update, sent = updates(number, rank)[place], torch.zeros_like(total)
                 if rank in contributors:
                     put_in[place] += update
-                    kept = place == (1, 0) and two_stages
+                    kept = place == FEEDBACK and two_stages
                     if kept:
                         update = update + first[rank]
                     sent = pad(update, (0, -n % BLOCK))
@@ -184,33 +177,34 @@ def test_the_sum_of_each_message_is_that_of_the_reference(
                 torch.testing.assert_close(seen[0][0][place], total[:n], rtol=1e-5, atol=1e-4)
             received[place] += seen[0][0][place]
         assert all(torch.equal(one[3], lost) for one, lost in zip(seen, first, strict=True))
-        for part, blocks in enumerate(BLOCKS if stages == 2 else []):
-            summed = torch.cat([one[2][part] for one in seen])[: blocks * BLOCK]
-            assert torch.equal(summed, torch.cat([e for p, e in errors.items() if p[0] == part]))
-    received[1, 0] += sum(first)
-    for place, n in LENGTHS.items():
+        for place, blocks in enumerate(BLOCKS if stages == 2 else []):
+            owned = [one[2][place].view(-1, BLOCK) for one in seen]
+            dealt = [owned[block % workers][block // workers] for block in range(blocks)]
+            assert torch.equal(torch.cat(dealt), errors[place])
+    received[FEEDBACK] += sum(first)
+    for place, n in enumerate(LENGTHS):
         scale = float(put_in[place].abs().max())
         torch.testing.assert_close(
             received[place] + errors[place][:n], put_in[place], rtol=1e-5, atol=1e-6 * scale
         )
-    assert bool(errors[0, 0].any()) == all(e.any() for e in first) == (stages == 2)
+    assert bool(errors[0].any()) == all(e.any() for e in first) == (stages == 2)
 
 
 def poisoned(wire: Wire, team: Team) -> None:
-    """Worker 1 writes numbers that are not finite, to parts that keep errors and do not."""
+    """Worker 1 writes numbers that are not finite, to sections that keep errors and do not."""
     for precision, bad in itertools.product(CODECS, (math.nan, math.inf)):
         streams, update = make_streams(team.size, team.size - 1), updates(0, team.rank)
         if team.rank == 1:
-            update[0, 2][BLOCK + 3] = update[1, 0][BLOCK + 3] = bad
+            update[2][BLOCK + 3] = update[FEEDBACK][BLOCK + 3] = bad
         _, finite, totals, _ = exchange(wire, team, precision, streams, update)
         assert finite == (team.rank != 1 or precision == "bfloat16")
-        for place in ((0, 2), (1, 0)):
+        for place in (2, FEEDBACK):
             block = totals[place][BLOCK : 2 * BLOCK]
             spoiled = block[3:4] if precision == "bfloat16" else block
             assert not spoiled.isfinite().any()
             spoiled.zero_()
         _, _, later, _ = exchange(wire, team, precision, streams, updates(1, team.rank))
-        for total in (*totals.values(), *later.values()):
+        for total in (*totals, *later):
             assert total.isfinite().all()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from offbeat.quantization.message import QuantizedMessage, Stream
+from offbeat.quantization.message import QuantizedMessage, Section, Stream
 from offbeat.quantization.wire import Wire
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
@@ -38,13 +38,13 @@ every_world = pytest.mark.parametrize("world", [gloo, simulated], ids=["gloo", "
 
 def start_sum(wire: Wire, x: Tensor, what: str = "a sum") -> Handle[Tensor]:
     """Start to replace ``x`` by its quantized sum over the workers, in two stages."""
-    stream = Stream([(x.numel(), x.dtype, x.device)], wire.team.size, x.device)
-    stream.make_errors()
-    message = QuantizedMessage(wire, wire.precision, [stream], what)
-    message.write(0, 0, 0, x)
+    stream = Stream(x.numel(), x.dtype, x.device)
+    stream.make_errors(wire.team.size)
+    message = QuantizedMessage(wire, wire.precision, [Section(stream, 0, x.numel())], what)
+    message.write(0, 0, x)
 
     def read(_: object) -> Tensor:
-        message.read(0, 0, 0, x)
+        message.read(0, 0, x)
         return x
 
     return message.start(None).then(read)

@@ -37,7 +37,7 @@ from typing_extensions import override
 from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.copies import Copies
 from offbeat.averaging.flat import WHOLE, Share, Slice, Space, cut, make_spaces
-from offbeat.averaging.flight import Flight, Part, Step
+from offbeat.averaging.flight import Flight, Part, Step, sections_of
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.pace import Sizer
 from offbeat.averaging.votes import Round, Vote, tally_of
@@ -48,7 +48,7 @@ from offbeat.quantization.message import (
     ExactMessage,
     Message,
     QuantizedMessage,
-    Stream,
+    Section,
 )
 from offbeat.strategies.base import SharedModel, Strategy, Tally, WorkerView, transient
 from offbeat.transport.handle import Completed, Handle
@@ -64,7 +64,7 @@ class AveragerState:
     Attributes:
         shared: P, one tensor for each dtype and device of the parameters. Empty if not stored.
         velocity: v, like ``shared``.
-        errors: Quantization errors of the sums of each part; see ``Stream``.
+        errors: Quantization errors of the sums, like ``shared``; see ``Stream``.
         view: The data about this worker that the strategy may read.
         landings: Number of landings in this view.
         launch_step: Local step of the newest launch, at first that at which the view began.
@@ -130,7 +130,7 @@ class Averager(Flow):
         self.state = AveragerState(
             [space.P for space in self.spaces if space.P is not None],
             [space.v for space in self.spaces if space.v is not None],
-            [part.stream.errors for part in self.parts if part.stream.errors is not None],
+            [s.stream.errors for s in self.spaces if s.stream.errors is not None],
             view,
             Sizer(len(self.parts), bound=self.shared.bound),
             launch_step=worker.step,
@@ -158,6 +158,10 @@ class Averager(Flow):
             for mine, s in ((index == place, share) for index, share in enumerate(shares))
         ]
         self.spaces = spaces[place]
+        elements = sum(space.x.elements for space in self.spaces)
+        (exact,) = team.agree(float(not wire.saves(elements, 4) and elements > 0))
+        self.precision: str | None = None if wire.exact or exact else wire.precision
+        self.make_errors()
         slices_of = [self._cut(each) for each in spaces]
         # The processes of a node start the sum of each part together.
         number = int(team.agree(max(map(len, slices_of)))[0])
@@ -165,37 +169,23 @@ class Averager(Flow):
             each += [[] for _ in range(number - len(each))]
         slices = slices_of[place]
         self._copies = None if len(shares) == 1 else Copies(team, slices_of)
-        device = tensors[0].device if tensors else team.communicator.control_device
-        self.parts = []
-        for index, part in enumerate(slices):
-            shapes = [(len(each), each.space.x.dtype, each.space.x.device) for each in part]
-            stream = Stream(shapes, worker.size, device)
-            self.parts.append(Part(index, part, stream, worker.step))
-        streams = [part.stream for part in self.parts]
-        saved = [wire.saves(stream.elements, 4) for stream in streams if stream.elements]
-        (exact,) = team.agree(float(wire.exact or not all(saved)))
-        self.precision: str | None = None if exact else wire.precision
-        self.make_errors()
+        self.parts = [Part(index, each, worker.step) for index, each in enumerate(slices)]
 
     def _cut(self, spaces: Sequence[Space]) -> list[list[Slice]]:
         """Return the slices of each part."""
-        worker, shared, wire = self.worker, self.shared, self.worker.wire
+        worker, shared = self.worker, self.shared
         size = sum(space.x.elements * space.x.tensors[0].itemsize for space in spaces)
         (largest,) = worker.team.agree(size)
         number = shared.parts(round(largest)) if callable(shared.parts) else shared.parts
-        # In a second stage each worker adds up the same number of blocks.
-        chunks = 1 if worker.size <= SINGLE_STAGE_WORKERS else worker.size
-        unit = 1 if wire.exact else BLOCK * chunks
-        units = sum(space.x.elements for space in spaces) // unit
-        if callable(shared.parts) and worker.team.node is None:
-            number = max(1, min(number, units))
-        return cut(spaces, number, unit if number <= units else 1)
+        # In a second stage each worker adds up the same number of blocks of each part.
+        owners = 1 if worker.size <= SINGLE_STAGE_WORKERS else worker.size
+        return cut(spaces, number, 1 if self.precision is None else BLOCK * owners)
 
     def make_errors(self) -> None:
         """Allocate the quantization errors of sums, if there are any."""
         if self.precision is not None and self.worker.size > SINGLE_STAGE_WORKERS:
-            for part in self.parts:
-                part.stream.make_errors()
+            for space in self.spaces:
+                space.stream.make_errors(self.worker.size)
 
     @property
     @override
@@ -247,12 +237,13 @@ class Averager(Flow):
         view.launches += len(parts)
         self.state.launch_step = worker.step
         numbers = ", ".join(str(part.index) for part in parts)
-        message = self.make_message(
-            [part.stream for part in parts],
+        what, sections = (
             f"launch {view.launches} (part {numbers}) at step {worker.step}",
+            sections_of(parts),
         )
+        message = self.make_message([each.section() for each in sections], what)
         exact = self.precision is None
-        flight = Flight([*parts], message, weight, total, steps, worker.step, exact)
+        flight = Flight([*parts], sections, message, weight, total, steps, worker.step, exact)
         flight.measures = self.shared.error_feedback
         self.report()
         for space in self.spaces:
@@ -264,12 +255,12 @@ class Averager(Flow):
         self._flying.append(flight)
         return flight
 
-    def make_message(self, streams: Sequence[Stream], what: str) -> Message:
+    def make_message(self, sections: Sequence[Section], what: str) -> Message:
         """Return a new message. A subclass may use another kind of message."""
         worker = self.worker
         if self.precision is None:
-            return ExactMessage(worker.team, streams, what, keep=not self.shared.blocking)
-        return QuantizedMessage(worker.wire, self.precision, streams, what, vote=self.vote_length)
+            return ExactMessage(worker.team, sections, what, keep=not self.shared.blocking)
+        return QuantizedMessage(worker.wire, self.precision, sections, what, vote=self.vote_length)
 
     def check_launch(self, flight: Flight) -> bool:
         """Return False if a launch contains NaN or infinity, on any shard of the model.
@@ -338,8 +329,6 @@ class Averager(Flow):
             part.flight = None
             if self.shared.blocking and take and total:
                 part.synced_step = worker.step
-            if len(self.parts) > 1:
-                part.stream.release()
         number = len(flight.parts)
         state.landings += number
         state.fresh_step = max(state.fresh_step, flight.step)
@@ -437,22 +426,18 @@ class Averager(Flow):
         model.
         """
         worker, size = self.worker, float(self.worker.size)
-        flights = []
-        for part in self.parts:
-            message = QuantizedMessage(worker.wire, "int8", [part.stream], what)
-            flight = Flight([part], message, 1.0, lambda: size, [Step()], worker.step, exact=False)
-            for _ in flight.pack(check=False, mark=False):
-                pass
-            flight.handle = message.start(None)
-            flights.append(flight)
-        for flight in flights:  # if a worker is lost now, no part has changed
-            assert flight.handle is not None
-            flight.handle.wait()
-        for flight in flights:
-            flight.move_and_add(overwrite=False)
-            for piece in flight.parts[0].slices:
-                assert piece.space.P is not None
-                piece.space.x.write(piece.start, piece.space.P[piece.start : piece.stop])
+        sections, steps = sections_of(self.parts), [Step()] * len(self.parts)
+        message = QuantizedMessage(worker.wire, "int8", [each.section() for each in sections], what)
+        flight = Flight(
+            self.parts, sections, message, 1.0, lambda: size, steps, worker.step, exact=False
+        )
+        for _ in flight.pack(check=False, mark=False):
+            pass
+        message.start(None).wait()  # if a worker is lost now, no part has changed
+        flight.move_and_add(overwrite=False)
+        for space in self.spaces:
+            assert space.P is not None
+            space.x.write(0, space.P)
         self._share(self.parts)
 
     @override

@@ -13,11 +13,14 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from offbeat.quantization.message import Section, Stream
+
+T = TypeVar("T")
 BUCKET_BYTES = 8 * 2**20  # default limit for the size of a message
 PIECE = 2**17  # numbers that are processed at a time on a CPU, few enough for its cache
 
@@ -206,12 +209,14 @@ class Space:
         x: The parameters.
         P: The shared model, 1-D; None if it is not stored.
         v: Velocity of the outer step, 1-D; None if there is none.
+        stream: Quantization errors of the sums of updates.
     """
 
     def __init__(self, x: Flat, *, shared: bool, velocity: bool) -> None:
         self.x = x
         self.P = x.copy() if shared else None
         self.v = torch.zeros(x.elements, dtype=x.dtype, device=x.device) if velocity else None
+        self.stream = Stream(x.elements, x.dtype, x.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +229,14 @@ class Slice:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    def contains(self, other: "Slice") -> bool:
+        """Return True if the slice ``other`` is a part of this one."""
+        return other.space is self.space and self.start <= other.start < self.stop
+
+    def section(self) -> Section:
+        """Return the numbers as a section of the stream of the space."""
+        return Section(self.space.stream, self.start, self.stop)
 
     def pieces(self, elements: int = PIECE) -> Iterator["Slice"]:
         """Yield the slice in pieces. On a GPU there is a single one, which costs fewer launches."""
@@ -269,3 +282,16 @@ def cut(spaces: Sequence[Space], parts: int, unit: int = 1) -> list[list[Slice]]
                 part += 1
         done += space.x.elements * itemsize
     return [part for part in slices if part] or [[]]
+
+
+def joined(slices: Iterable[tuple[Slice, T]]) -> list[tuple[Slice, T]]:
+    """Join slices that follow each other in a space and have equal values."""
+    found: list[tuple[Slice, T]] = []
+    for each, value in slices:
+        if found:
+            last, known = found[-1]
+            if (last.space, last.stop, known) == (each.space, each.start, value):
+                found[-1] = Slice(each.space, last.start, each.stop), value
+                continue
+        found.append((each, value))
+    return found

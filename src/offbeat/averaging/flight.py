@@ -6,7 +6,7 @@ methods of ``Flight`` that return an iterator pause between two pieces.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from offbeat.averaging.buffer_mean import BufferMean
-from offbeat.averaging.flat import Slice
+from offbeat.averaging.flat import Slice, joined
 from offbeat.averaging.votes import Vote
 from offbeat.quantization.kernels import kernels_for
-from offbeat.quantization.message import Message, Squares, Stream
+from offbeat.quantization.message import Message, Squares
 from offbeat.transport.handle import Handle
 
-Place = tuple[int, int, int]  # of a piece in a message: part, slice of the part, first number
+Place = tuple[int, int]  # of a piece in a message: section, first number in it
 
 
 class Step(NamedTuple):
@@ -40,7 +40,6 @@ class Part:
     Attributes:
         index: Position among the parts.
         slices: Slices of the spaces that belong to the part.
-        stream: Quantization errors and memory of its messages.
         synced_step: Newest local step whose change was sent or, if workers wait for each mean, has
             landed.
         flight: The launch that has not landed; None if there is none.
@@ -48,9 +47,13 @@ class Part:
 
     index: int
     slices: list[Slice]
-    stream: Stream
     synced_step: int
     flight: "Flight | None" = None
+
+
+def sections_of(parts: Sequence[Part]) -> list[Slice]:
+    """Return the slices of the parts in order, joined where they follow each other."""
+    return [each for each, _ in joined((s, None) for part in parts for s in part.slices)]
 
 
 @dataclass(eq=False)
@@ -59,6 +62,7 @@ class Flight:
 
     Attributes:
         parts: The parts.
+        sections: ``sections_of`` the parts.
         message: Their updates.
         weight: Weight of this worker.
         total: Function that returns the sum of all workers' weights, once it is known. It must not
@@ -72,7 +76,7 @@ class Flight:
         sent_seconds: Time at which the message was sent.
         arrived_seconds: Time at which this worker found that it had arrived.
         buffers: The buffers that are averaged with the parts, if there are any.
-        shifts: Δ − u of each slice, if a background thread has moved P.
+        shifts: Δ − u of each section, if a background thread has moved P.
         finite: False if the update of this worker contains NaN or infinity.
         squares: ‖D‖² and ‖u‖².
         vote: Vote of this worker, if it travels in the message.
@@ -85,6 +89,7 @@ class Flight:
     """
 
     parts: list[Part]
+    sections: list[Slice]
     message: Message
     weight: float
     total: Callable[[], float]
@@ -97,7 +102,7 @@ class Flight:
     sent_seconds: float = 0.0
     arrived_seconds: float | None = None
     buffers: BufferMean | None = None
-    shifts: list[list[Tensor]] = field(default_factory=list)
+    shifts: list[Tensor] = field(default_factory=list)
     finite: bool = True
     squares: Squares = field(default_factory=lambda: np.zeros(2))
     vote: Vote = field(default_factory=Vote)
@@ -115,10 +120,18 @@ class Flight:
         return self.steps
 
     def _pieces(self) -> Iterator[tuple[Place, Slice]]:
-        for index, part in enumerate(self.parts):
-            for number, whole in enumerate(part.slices):
-                for piece in whole.pieces():
-                    yield (index, number, piece.start - whole.start), piece
+        for index, whole in enumerate(self.sections):
+            for piece in whole.pieces():
+                yield (index, piece.start - whole.start), piece
+
+    def _pieces_and_steps(self) -> Iterator[tuple[Place, Slice, Step]]:
+        pairs = zip(self.parts, self.outer(), strict=True)
+        index = 0
+        for whole, step in joined((each, step) for part, step in pairs for each in part.slices):
+            while not self.sections[index].contains(whole):
+                index += 1
+            for piece in whole.pieces():
+                yield (index, piece.start - self.sections[index].start), piece, step
 
     # -- launch ----------------------------------------------------------------------------------
 
@@ -152,18 +165,18 @@ class Flight:
     # -- landing ---------------------------------------------------------------------------------
 
     def move(self) -> None:
-        """Move P and v, and keep Δ − u of each slice in ``shifts``. For a background thread."""
+        """Move P and v, and keep Δ − u of each section in ``shifts``. For a background thread."""
         self.shifts = [
-            [torch.zeros(len(s), dtype=s.space.x.dtype, device=s.space.x.device) for s in p.slices]
-            for p in self.parts
+            torch.zeros(len(each), dtype=each.space.x.dtype, device=each.space.x.device)
+            for each in self.sections
         ]
         if self.total():
-            for place, piece in self._pieces():
-                self._move(place, piece, self._shift(place, piece))
+            for place, piece, step in self._pieces_and_steps():
+                self._move(place, piece, step, self._shift(place, piece))
 
     def _shift(self, place: Place, piece: Slice) -> Tensor:
-        part, number, start = place
-        return self.shifts[part][number][start : start + len(piece)]
+        index, start = place
+        return self.shifts[index][start : start + len(piece)]
 
     def add(self) -> Iterator[None]:
         """Add the ``shifts`` to the local model."""
@@ -178,14 +191,14 @@ class Flight:
         ``overwrite``: the local model has not changed since the launch, so x ← P, with the same
         bits on all workers.
         """
-        for place, piece in self._pieces():
-            self._move_and_add(place, piece, overwrite=overwrite and self.exact)
+        for place, piece, step in self._pieces_and_steps():
+            self._move_and_add(place, piece, step, overwrite=overwrite and self.exact)
 
-    def _move_and_add(self, place: Place, piece: Slice, *, overwrite: bool) -> None:
+    def _move_and_add(self, place: Place, piece: Slice, step: Step, *, overwrite: bool) -> None:
         space = piece.space
         shift = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
         if space.P is not None:
-            self._move(place, piece, shift)
+            self._move(place, piece, step, shift)
             shared = space.P[piece.start : piece.stop]
         else:
             shared, sent = torch.empty_like(shift), torch.empty_like(shift)
@@ -205,11 +218,11 @@ class Flight:
         if not self.total():
             return
         squares, self.squares = self.squares, np.zeros(2)
-        for place, piece in self._pieces():
+        for place, piece, step in self._pieces_and_steps():
             vectors = [t for t in (piece.space.P, piece.space.v) if t is not None]
             some = slice(piece.start, piece.stop)
             saved = [vector[some].clone() for vector in vectors]
-            self._move_and_add(place, piece, overwrite=False)
+            self._move_and_add(place, piece, step, overwrite=False)
             for vector, values in zip(vectors, saved, strict=True):
                 vector[some] = values
         self.squares = squares
@@ -222,9 +235,9 @@ class Flight:
             piece.space.x.read(piece.start, sent)
         torch.sub(mean, sent, out=shift)
 
-    def _move(self, place: Place, piece: Slice, shift: Tensor) -> None:
+    def _move(self, place: Place, piece: Slice, step: Step, shift: Tensor) -> None:
         """Move P and v of a piece.  shift ← Δ − u."""
-        space, step, total = piece.space, self.outer()[place[0]], self.total()
+        space, total = piece.space, self.total()
         assert space.P is not None
         shared = space.P[piece.start : piece.stop]
         velocity = shared[:0] if space.v is None else space.v[piece.start : piece.stop]

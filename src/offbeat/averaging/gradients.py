@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from offbeat.averaging.flat import BUCKET_BYTES, as_real, staging_dtype
 from offbeat.errors import OffbeatError
-from offbeat.quantization.message import QuantizedMessage, Stream
+from offbeat.quantization.message import QuantizedMessage, Section, Stream
 from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Completed, Handle
 
@@ -89,8 +89,8 @@ class _GradientBucket:
         dtype, device = staging_dtype(parameters[0]), parameters[0].device
         self.stream: Stream | None = None
         if wire.saves(sum(self.lengths), dtype.itemsize):
-            self.stream = Stream([(sum(self.lengths), dtype, device)], wire.team.size, device)
-            self.stream.make_errors(residual=True)
+            self.stream = Stream(sum(self.lengths), dtype, device)
+            self.stream.make_errors(wire.team.size, residual=True)
         self.handle: Handle[Tensor] = Completed(torch.empty(0, device="cpu"))
 
     @cached_property
@@ -194,14 +194,15 @@ class GradientMean:
         if bucket.stream is None:
             bucket.handle = self._team.communicator.sum(flat, what=what)
             return
-        message = QuantizedMessage(self._wire, self._wire.precision, [bucket.stream], what)
+        whole = Section(bucket.stream, 0, bucket.stream.elements)
+        message = QuantizedMessage(self._wire, self._wire.precision, [whole], what)
         if contribute:
-            message.write(0, 0, 0, flat)
+            message.write(0, 0, flat)
         else:
             message.clear()
 
         def read(_: object) -> Tensor:
-            message.read(0, 0, 0, flat)
+            message.read(0, 0, flat)
             return flat
 
         bucket.handle = message.start(None).then(read)

@@ -34,7 +34,7 @@ from offbeat.training.iteration import Iteration
 from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.transport.communicator import Communicator
 
-FORMAT = 7
+FORMAT = 8
 """Version of the states. A release that changes them increases it."""
 
 Values = dict[str, Any]

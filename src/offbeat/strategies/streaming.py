@@ -20,8 +20,7 @@ from offbeat.strategies.base import (
     setting,
 )
 
-# Automatic number of parts. Small parts arrive younger, but each has a fixed cost.
-_LEAST_PART_BYTES = 125_000
+# Automatic number of parts.
 _PART_BYTES = 2**25
 _USUAL_PARTS = 16
 _MOST_PARTS = 1024
@@ -92,8 +91,9 @@ class StreamingAveraging(Strategy):
     "float32".
 
     Args:
-        parts: Number of parts of equal bytes (1 to 1024). "auto": 16, but one for each 125 kB in a
-            model of less than 2 MB, and one for each 32 MiB in a model of more than 512 MiB.
+        parts: Number of parts of equal bytes (1 to 1024). "auto": 16, but one for each 32 MiB in a
+            model of more than 512 MiB. A small model has fewer, because a part contains at least
+            512·N numbers if messages are quantized.
         staleness: τ, the largest staleness in local steps (cyclic: even, ≥ 2; eager: ≥ 1). The
             staleness of a worker is the number of its local steps since the launch of the newest
             landed part. In the eager schedule a worker with the staleness τ waits for a landing.
@@ -166,7 +166,7 @@ class StreamingAveraging(Strategy):
     @staticmethod
     def _auto_parts(model_bytes: int) -> int:
         most = max(_USUAL_PARTS, model_bytes // _PART_BYTES)
-        return max(1, min(most, _MOST_PARTS, model_bytes // _LEAST_PART_BYTES))
+        return min(most, _MOST_PARTS)
 
     def _cycle(self, parts: int) -> tuple[int, int]:
         """Return the steps between two rounds of the cyclic schedule, and the parts per round."""

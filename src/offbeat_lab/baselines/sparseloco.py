@@ -28,8 +28,8 @@ from offbeat.extend import (
     Outer,
     Round,
     RoundAverager,
+    Section,
     SharedModel,
-    Stream,
     Team,
     WorkerView,
     setting,
@@ -89,25 +89,25 @@ class SparseMessage(Message):
 
     Args:
         team: The workers.
-        streams: The only part of the model. Its ``errors`` are e, the sum of what was not sent.
+        sections: The whole model. The ``errors`` of their streams are e, the sum of what was not
+            sent.
         what: Name of the operation in errors.
         density: Share of the entries that are sent.
         decay: Factor of e in each message.
     """
 
     def __init__(
-        self, team: Team, streams: Sequence[Stream], what: str, density: float, decay: float
+        self, team: Team, sections: Sequence[Section], what: str, density: float, decay: float
     ) -> None:
-        super().__init__(streams, what)
+        super().__init__(sections, what)
         self._team, self._decay, self._contributes = team, decay, True
-        (stream,) = streams
-        self._errors = stream.split_errors()
+        self._errors = [each.stream.errors for each in sections if each.stream.errors is not None]
         self._formats = [SparseVectors(each.numel(), density) for each in self._errors]
         self._sums: list[Tensor] = []
 
     @override
-    def write(self, part: int, piece: int, start: int, values: Tensor) -> None:
-        error = self._errors[piece][start : start + values.numel()]
+    def write(self, index: int, start: int, values: Tensor) -> None:
+        error = self._errors[index][start : start + values.numel()]
         error.mul_(self._decay).add_(values)
 
     @override
@@ -133,8 +133,8 @@ class SparseMessage(Message):
         return All(handles)
 
     @override
-    def read(self, part: int, piece: int, start: int, total: Tensor, sent: Tensor) -> None:
-        total.copy_(self._sums[piece][start : start + total.numel()])
+    def read(self, index: int, start: int, total: Tensor, sent: Tensor) -> None:
+        total.copy_(self._sums[index][start : start + total.numel()])
         sent.zero_()  # not used: the local model becomes the shared model
 
 
@@ -146,13 +146,15 @@ class SparseLoCoFlow(RoundAverager):
 
     @override
     def make_errors(self) -> None:
-        for part in self.parts:
-            part.stream.make_full_errors()
+        for space in self.spaces:
+            space.stream.errors = torch.zeros(
+                space.x.elements, dtype=space.x.dtype, device=space.x.device
+            )
 
     @override
-    def make_message(self, streams: Sequence[Stream], what: str) -> Message:
+    def make_message(self, sections: Sequence[Section], what: str) -> Message:
         strategy, team = self.strategy, self.worker.team
-        return SparseMessage(team, streams, what, strategy.density, strategy.decay)
+        return SparseMessage(team, sections, what, strategy.density, strategy.decay)
 
     @override
     def sends_buffers(self, flight: Any) -> bool:
