@@ -212,9 +212,12 @@ class Averager(Flow):
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         if last and self.strategy.gradient_norm:
-            self.state.view.gradient_norm_squared = sum(self._squared.values())
-            self._squared.clear()
+            self._sum_squares()
         return False
+
+    def _sum_squares(self) -> None:
+        self.state.view.gradient_norm_squared = sum(self._squared.values())
+        self._squared.clear()
 
     @override
     def step_skipped(self) -> None:
@@ -482,8 +485,9 @@ class RoundAverager(Averager):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        super().gradients_ready(optimizer, last=last)
         if last:
+            if self.strategy.gradient_norm:
+                self._sum_squares()
             self._wanted = float(self.strategy.due(self.view_of(stepping=True)))
             if self._wanted > 0:
                 self._pending = self.vote(0, stepping=True)
