@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import offbeat
 from offbeat import Strategy
-from offbeat.extend import CustomFlow, Flow, Vote, group_tensors, setting, unpack
+from offbeat.extend import CustomFlow, Flow, Vote, make_flats, setting
 
 
 @dataclass
@@ -51,13 +51,13 @@ class GossipFlow(Flow):
         if worker.size == 1:
             return False
         right, left = (worker.rank + 1) % worker.size, (worker.rank - 1) % worker.size
-        for group in group_tensors(p for _, p in worker.replica.parameters):
-            own = torch.cat([p.detach().reshape(-1) for p in group])
+        for model in make_flats(p for _, p in worker.replica.parameters):
+            own = model.copy()
             sending = team.communicator.send(own, destination=right, what="gossip")
             other = torch.empty_like(own)
             team.communicator.receive(other, source=left, what="gossip").wait()
             sending.wait()
-            unpack(own.lerp(other, self.strategy.share), group)
+            model.write(0, own.lerp(other, self.strategy.share))
         self.state.exchanges += 1
         return True
 

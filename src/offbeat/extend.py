@@ -26,7 +26,7 @@ _NAMES = {
     "offbeat.transport.torch_backend.network_interface": "address_of",
     "offbeat.transport.connect": "open_communicator",
     "offbeat.simulate": "Join Kill",
-    "offbeat.averaging.buckets": "add_to as_real group_tensors pack_mixed staging_dtype unpack",
+    "offbeat.averaging.flat": "Flat as_real make_flats staging_dtype",
     "offbeat.averaging.flow": "Flow",
     "offbeat.averaging.gradient_flow": "GradientFlow GradientFlowState",
     "offbeat.averaging.gradients": "GradientMean",
@@ -59,12 +59,10 @@ if TYPE_CHECKING:
     from offbeat.arguments import setting as setting
     from offbeat.arguments import types_of as types_of
     from offbeat.averaging.averager import RoundAverager as RoundAverager
-    from offbeat.averaging.buckets import add_to as add_to
-    from offbeat.averaging.buckets import as_real as as_real
-    from offbeat.averaging.buckets import group_tensors as group_tensors
-    from offbeat.averaging.buckets import pack_mixed as pack_mixed
-    from offbeat.averaging.buckets import staging_dtype as staging_dtype
-    from offbeat.averaging.buckets import unpack as unpack
+    from offbeat.averaging.flat import Flat as Flat
+    from offbeat.averaging.flat import as_real as as_real
+    from offbeat.averaging.flat import make_flats as make_flats
+    from offbeat.averaging.flat import staging_dtype as staging_dtype
     from offbeat.averaging.flow import Flow as Flow
     from offbeat.averaging.gradient_flow import GradientFlow as GradientFlow
     from offbeat.averaging.gradient_flow import GradientFlowState as GradientFlowState

@@ -210,7 +210,7 @@ def percent(share: float) -> str:
 # -- costs of communication ------------------------------------------------------------------------
 
 # Values of the training code, which imports torch. The tests compare them with their sources.
-BUCKET_BYTES = 8 * 2**20  # ``averaging/buckets.py``
+BUCKET_BYTES = 8 * 2**20  # ``averaging/flat.py``
 FIRST_BUCKET_BYTES = 2**20  # ``averaging/gradients.py``
 BLOCK = 512  # numbers that are quantized together
 BLOCK_BYTES = {"bfloat16": 1024, "int8": 516, "int4": 260, "int2": 108}  # of one encoded block

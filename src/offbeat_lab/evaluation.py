@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat import CommunicationError, OffbeatError
-from offbeat.extend import as_real, pack_mixed, staging_dtype, unpack
+from offbeat.extend import make_flats
 from offbeat_lab.events import Evaluation
 from offbeat_lab.recipes import Task
 
@@ -70,23 +70,18 @@ def average_over_workers(tensors: Sequence[Tensor], device: torch.device) -> Non
     Raises:
         CommunicationError: a worker failed or took longer than the time-out.
     """
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_type.setdefault(tensor.dtype, []).append(tensor)
-    for dtype, group in by_type.items():
-        elements = sum(as_real(tensor).numel() for tensor in group)
-        flat = torch.empty(elements, dtype=staging_dtype(group[0]))
-        pack_mixed(group, flat)
-        flat = flat.to(device)
+    for flat in make_flats(tensors):
+        numbers, dtype = flat.copy().to(device), flat.tensors[0].dtype
         averaged = dtype.is_floating_point or dtype.is_complex
         with explain_failures("waited for the mean of the models"):
             if averaged:
-                dist.all_reduce(flat)
+                dist.all_reduce(numbers)
+                numbers.mul_(1 / dist.get_world_size())
             elif dtype.is_signed:
-                dist.all_reduce(flat, dist.ReduceOp.MAX)
+                dist.all_reduce(numbers, dist.ReduceOp.MAX)
             else:
-                dist.broadcast(flat, src=0)
-        unpack(flat.cpu(), group, dist.get_world_size() if averaged else 1)
+                dist.broadcast(numbers, src=0)
+        flat.write(0, numbers.cpu())
 
 
 def evaluate(

@@ -1,10 +1,10 @@
 """x ← mean(x) over the workers, for each tensor in its dtype and in place."""
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 import offbeat
 from loops import Recorded, attach, bits, close, everything
 from offbeat.averaging import Replica
+from offbeat.averaging import flat as flat_tensors
 from offbeat.averaging.exact_mean import ExactMean
+from offbeat.training.checks.consistency import copy_rank_0
+from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
 from problems import OPTIMIZERS, Simulated, flat, loss_of, make_batch, train_step
-from worlds import run
+from worlds import run, simulated
 
 
 class Tied(nn.Module):
@@ -237,8 +240,9 @@ WEIGHTS = [0.5, 2.0, 0.0]
 class Begun:
     """A worker that holds its own model, of workers that have begun with the same one."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, sent: list[Any] | None = None) -> None:
         self.recorded = Recorded()
+        self.recorded.tensors = [] if sent is None else sent
         self.team = Team(self.recorded.make_communicator(20))
         self.model = Kinds(0)
         self.replica = Replica(self.model, self.model.parameters())
@@ -360,21 +364,62 @@ def test_a_mean_of_training_is_near_it_over_every_wire(text: str, wire: str) -> 
     assert exact == (wire == "float32")
 
 
-def show(rank: int, size: int) -> Any:
-    worker = Begun(rank)
-    worker.mean.show(WEIGHTS[rank], sum(WEIGHTS), what="a test")
-    sent = worker.recorded.tensors
-    end = time.monotonic() + 10  # a thread of gloo may hold a tensor for a moment
-    while any(ref() is not None for ref in sent) and time.monotonic() < end:
-        time.sleep(0.01)
-    kept = [flat for flat in (ref() for ref in sent) if flat is not None]
-    return copy_of(worker.model), len(sent), [flat.shape for flat in kept]
+def reciprocals(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Means of a model and of gradients, and what this worker contributes to both."""
+    own = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+    model = nn.Module()
+    model.x = nn.Parameter(own.clone())
+    team = Team(open_communicator(None, 20, what="a test"))
+    ExactMean(team, Replica(model, [model.x])).average(1.0, size, what="a test")
+    mean = model.x.detach().clone()
+    with attach(model, torch.optim.SGD([model.x], lr=0.0), offbeat.BSP()):
+        (model.x * own).sum().backward()
+    return mean, model.x.grad, own
 
 
-def test_show_gives_the_mean_and_leaves_no_staging_memory() -> None:
-    """Afterwards none of the staging tensors exists."""
-    mean = expected(WEIGHTS)
-    for state, sent, kept in run(show, workers=3):
-        assert_is(state, mean)
-        assert sent == 4 + 1, "a bucket for each dtype, statistics among them, and the integers"
-        assert kept == []
+@pytest.mark.parametrize("workers", [3, 5, 7])
+def test_a_sum_is_multiplied_by_the_rounded_reciprocal(workers: int) -> None:
+    """CUDA divides by a number in this way."""
+    results = simulated(reciprocals, workers=workers)
+    sums = sum(own for _, _, own in results)
+    expected = sums.numpy() * (np.float32(1) / np.float32(workers))
+    for mean, gradient, _ in results:
+        assert mean.tolist() == gradient.tolist() == expected.tolist()
+
+
+class Held(list[Any]):
+    """Weak references. ``most`` is the largest number of objects that existed at an ``append``."""
+
+    most = 0
+
+    def append(self, reference: Any) -> None:
+        super().append(reference)
+        self.most = max(self.most, sum(each() is not None for each in self))
+
+
+def ranged(rank: int, size: int) -> Any:
+    """A mean, one that is shown, and a copy of rank 0's model, in ranges."""
+    average, show = Begun(rank), Begun(rank, Held())
+    average.mean.average(WEIGHTS[rank], sum(WEIGHTS), what="a test")
+    show.mean.show(WEIGHTS[rank], sum(WEIGHTS), what="a test")
+    means = [copy_of(each.model) for each in (average, show)]
+    sizes, sent = average.recorded.sums("a test"), show.recorded.tensors
+    kept = [each for each in sent if each() is not None]
+    differ(average.model, rank)
+    copy_rank_0(average.team, average.replica.everything())
+    return means, sizes, (sent.most, len(kept)), copy_of(average.model)
+
+
+def test_ranges_begin_inside_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are as few messages as the limit allows. ``show`` holds at most two, and none after."""
+    monkeypatch.setattr(flat_tensors, "BUCKET_BYTES", 1000)
+    mean, rank_0 = expected(WEIGHTS), Kinds(0).state_dict()
+    # Bytes of complex numbers, bfloat16 in float32, float32 with the statistic, and float64.
+    all_bytes = [16 * 3, 4 * 1200, 4 * 1205, 8 * 1200]
+    for means, sizes, held, copied in simulated(ranged, workers=3):
+        assert sizes == [n for each in all_bytes for n in [1000] * (each // 1000) + [each % 1000]]
+        assert held == (2, 0)
+        for state in means:
+            assert_is(state, mean)
+        for name, value in copied.items():
+            assert torch.equal(bits(value), bits(rank_0[name])), name

@@ -1,4 +1,6 @@
-"""Flat vectors over a model's tensors, and cuts into parts."""
+"""Flat vectors over tensors, and cuts into parts."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from offbeat.averaging.flat import Flat, Space, cut, make_spaces
+from offbeat.averaging.flat import (
+    Flat,
+    Space,
+    as_real,
+    cut,
+    make_flats,
+    make_spaces,
+    staging_dtype,
+)
 from problems import flat, make_wide
 
 # -- cuts -----------------------------------------------------------------------------------------
@@ -60,10 +70,12 @@ def tensors_of_all_kinds() -> list[Tensor]:
     ]
 
 
-@given(st.integers(0, 30), st.integers(1, 31))
-def test_a_flat_vector_reads_adds_and_writes_any_range(start: int, length: int) -> None:
+@given(st.integers(0, 30), st.integers(1, 31), st.booleans())
+def test_a_flat_vector_reads_adds_and_writes_any_range(
+    start: int, length: int, order: bool
+) -> None:
     tensors = tensors_of_all_kinds()
-    vector = Flat(tensors)
+    vector = Flat(tensors, in_memory_order=order)
     assert vector.elements == 31
     before = torch.empty(31)
     vector.read(0, before)
@@ -82,16 +94,64 @@ def test_a_flat_vector_reads_adds_and_writes_any_range(start: int, length: int) 
         assert torch.equal(tensor, original)
 
 
-def test_complex_and_half_tensors() -> None:
-    """A complex number is two numbers. Half types are computed with in float32."""
-    (numbers,) = spaces_of([torch.tensor([1 + 2j, 3 + 4j])])
-    out = torch.empty(2)
-    numbers.x.read(1, out)
-    assert out.tolist() == [2.0, 3.0]
-    half = Flat([torch.ones(2, dtype=torch.bfloat16)])
-    half.add(0, torch.tensor([2**-9, 2**-7]))
-    assert half.dtype == torch.float32
-    assert half.tensors[0].tolist() == [1.0, 1 + 2**-7], "rounded once"
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+DTYPES += [torch.complex128, torch.int64, torch.uint8, torch.bool]
+
+
+def tensor_of(shape: list[int], dtype: torch.dtype, seed: int) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
+    if dtype.is_complex:
+        return torch.complex(values, -values).to(dtype)
+    return values > 0 if dtype == torch.bool else values.abs().to(dtype)
+
+
+@st.composite
+def tensor_lists(draw: Any) -> list[Tensor]:
+    """Up to 12 tensors; some are transposed, so that they are not contiguous."""
+    tensors = []
+    shapes = st.lists(st.integers(0, 5), max_size=3)
+    kinds = st.tuples(shapes, st.sampled_from(DTYPES), st.booleans())
+    for shape, dtype, turned in draw(st.lists(kinds, max_size=12)):
+        tensor = tensor_of(shape, dtype, seed=len(tensors))
+        tensors.append(tensor.mT.contiguous().mT if turned and tensor.ndim > 1 else tensor)
+    return tensors
+
+
+@given(tensor_lists())
+def test_a_copy_that_is_written_back_changes_nothing(tensors: list[Tensor]) -> None:
+    """Each tensor is in the vector of its dtype, in row-major order. It keeps its memory."""
+    originals = [t.clone() for t in tensors]
+    layout = [(t.data_ptr(), t.stride()) for t in tensors]
+    vectors = make_flats(tensors)
+    copies = [vector.copy() for vector in vectors]
+    for vector, copy in zip(vectors, copies, strict=True):
+        first = vector.tensors[0]
+        same = [t for t in tensors if t.dtype == first.dtype and t.numel()]
+        assert [id(t) for t in vector.tensors] == [id(t) for t in same]
+        assert copy.dtype == vector.dtype == staging_dtype(first)
+        rows = [v for t in same for v in as_real(t).flatten().tolist()]
+        assert copy.tolist() == rows
+    assert sum(len(vector.tensors) for vector in vectors) == sum(t.numel() > 0 for t in tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    for vector, copy in zip(vectors, copies, strict=True):
+        vector.write(0, copy)
+    for tensor, original in zip(tensors, originals, strict=True):
+        assert torch.equal(tensor, original)
+    assert [(t.data_ptr(), t.stride()) for t in tensors] == layout
+
+
+def test_tensors_of_several_dtypes_in_one_vector() -> None:
+    """Values are converted. A value that bfloat16 cannot hold is not rounded before it is added."""
+    tensors = [torch.ones(2), torch.ones(1, dtype=torch.bfloat16), torch.ones(1).double()]
+    vector, out = Flat(tensors), torch.empty(4, dtype=torch.float64)
+    vector.add(1, torch.tensor([1.0, 128.5, 3.0]))  # 128.5 is 128 in bfloat16; 129.5 becomes 130
+    vector.read(0, out)
+    assert out.tolist() == [1.0, 2.0, 130.0, 4.0]
+
+
+def test_no_number_of_a_copy_with_weight_0_is_nan() -> None:
+    assert Flat([torch.tensor([torch.nan, 1.0])]).copy(weight=0.0).tolist() == [0.0, 0.0]
 
 
 def test_a_flat_vector_follows_a_module_that_is_moved() -> None:

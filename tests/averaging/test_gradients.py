@@ -2,14 +2,17 @@
 
 from contextlib import nullcontext
 from functools import partial, reduce
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from loops import attach, close
-from offbeat.averaging import worker
+from offbeat.averaging import gradients, worker
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
 from offbeat.averaging.gradients import gradient_buckets
@@ -19,6 +22,8 @@ from problems import (
     wide_loss,
 )
 from worlds import run
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def small_buckets(
@@ -35,6 +40,37 @@ def buckets_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda size: monkeypatch.setattr(
         worker, "gradient_buckets", partial(small_buckets, size)
     )
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 4, 8, 20]), st.sampled_from(FLOATS)), max_size=12))
+def test_buckets_are_full_and_in_the_order_of_backward(kinds: list[tuple[int, Any]]) -> None:
+    """Each parameter is in one bucket of its dtype, and no neighbours would fit into one bucket.
+
+    A half-precision number counts as four bytes. The first bucket is full at a limit of its own.
+    """
+    limit, first = 64, 32
+    parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in kinds]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "FIRST_BUCKET_BYTES", first)
+        buckets = gradient_buckets(parameters, bucket_bytes=limit)
+    order = [id(p) for p in reversed(parameters) if p.numel()]
+    positions = [[order.index(id(p)) for p in bucket] for bucket in buckets]
+    assert sorted(position for bucket in positions for position in bucket) == [*range(len(order))]
+    assert all(bucket == sorted(bucket) for bucket in positions)
+    assert [bucket[-1] for bucket in positions] == sorted(bucket[-1] for bucket in positions)
+    bytes_of = [[p.numel() * max(4, p.itemsize) for p in bucket] for bucket in buckets]
+    for bucket, sizes, places in zip(buckets, bytes_of, positions, strict=True):
+        assert len({p.dtype for p in bucket}) == 1
+        assert sum(sizes[:-1]) < first if 0 in places else sum(sizes) <= limit or len(sizes) == 1
+    for dtype in FLOATS:
+        same = [i for i, bucket in enumerate(buckets) if bucket[0].dtype == dtype]
+        same.sort(key=lambda i: positions[i][0])
+        for one, following in pairwise(same):
+            filled = sum(bytes_of[one])
+            full = (
+                filled >= first if 0 in positions[one] else filled + bytes_of[following][0] > limit
+            )
+            assert full
 
 
 def uneven(rank: int, size: int, wire: str) -> Tensor:

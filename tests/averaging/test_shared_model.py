@@ -1,11 +1,14 @@
 """The shared model of all strategies: every update counts once, precision of P, buffers."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cells import nightly
 from loops import attach, sgd
+from offbeat.averaging.buffer_mean import moved_to_mean
 from problems import flat, make_wide
 from worlds import run
 
@@ -165,6 +168,18 @@ def test_buffers_stay_between_their_value_and_the_mean(
         for value, trace in zip(now, results, strict=True):
             torch.testing.assert_close(trace[step - 1], value, rtol=0, atol=1e-5)
     assert clamped or not delay
+
+
+def test_buffers_that_are_not_finite() -> None:
+    """NaN becomes the mean, and so does a value that is unchanged since it was sent.
+
+    ∞ − ∞ would be NaN.
+    """
+    nan, inf = math.nan, math.inf
+    now = torch.tensor([-inf, 0.0, 2.0, nan, 1.0, nan])
+    sent = torch.tensor([-inf, 0.0, 2.0, nan, nan, 2.0])
+    mean = torch.tensor([-inf, 0.0, 3.0, 5.0, 6.0, 7.0])
+    assert moved_to_mean(now, mean, sent).tolist() == mean.tolist()
 
 
 # -- memory ---------------------------------------------------------------------------------------

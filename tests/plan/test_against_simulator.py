@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import offbeat
 from cells import nightly
 from offbeat import Compute, Network, StreamingAveraging, parse_strategy, simulate
-from offbeat.averaging import buckets, gradients, pace, worker
+from offbeat.averaging import flat, gradients, pace, worker
 from offbeat.quantization import codecs, kernels
 from offbeat.units import to_count
 
@@ -137,13 +137,13 @@ class Smaller:
     @classmethod
     def of(cls, case: Case) -> "Smaller":
         size = 4 * to_count(case.parameters)
-        bucket = max(buckets.BUCKET_BYTES, size / MOST_BUCKETS)
+        bucket = max(flat.BUCKET_BYTES, size / MOST_BUCKETS)
         each = min(size / 8, bucket)  # so that a bucket consists of whole tensors
         if case.streams:
             each = size / case.parts
         elif case.strategy.startswith("bsp"):
             # The first bucket of gradients is an eighth of the others.
-            each = min(size / 8, buckets.BUCKET_BYTES / 64) if size < bucket else bucket / 8
+            each = min(size / 8, flat.BUCKET_BYTES / 64) if size < bucket else bucket / 8
         # A chunk of a quantized sum, an N-th of a tensor, consists of whole blocks.
         quantized = "--wire" in case.strategy or case.streams
         elements = kernels.BLOCK * (case.workers if quantized else 1)
@@ -248,7 +248,7 @@ def test_a_step_takes_as_long_as_in_the_simulator(
 
 
 def test_the_constants_are_those_of_the_training() -> None:
-    assert formulas.BUCKET_BYTES == buckets.BUCKET_BYTES
+    assert formulas.BUCKET_BYTES == flat.BUCKET_BYTES
     assert formulas.FIRST_BUCKET_BYTES == gradients.FIRST_BUCKET_BYTES
     assert formulas.BLOCK == kernels.BLOCK
     assert formulas._SIZER_SLACK == pace._SLACK

@@ -4,15 +4,18 @@ It is used for a *consensus*, which replaces each local model by the mean, tempo
 of training. It is also used when workers join or are lost, and between the workers of one node.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from offbeat.averaging.buckets import Bucket, make_buckets, pack_mixed, unpack
+from offbeat.averaging.flat import Flat, make_flats
 from offbeat.averaging.replica import Replica
-from offbeat.transport.handle import Completed, Handle
+from offbeat.transport.handle import Handle
 from offbeat.transport.team import Team
+
+_Range = tuple[Flat, int, Handle[Tensor]]
+"""Tensors, the first number of a range of them, and the sum of this range over the workers."""
 
 
 class ExactMean:
@@ -40,12 +43,11 @@ class ExactMean:
 
         If ``total`` is 0, only signed integer buffers change.
         """
-        if not total:
-            self.average_integers(what=what)
-        elif final:
-            self.average(weight, total, what=what)
-        else:
+        if total and not final:
             self.show(weight, total, what=what)
+        else:
+            tensors = self._replica.averaged() if total else []
+            self.average_tensors(tensors, weight, total, what=what, integers=True)
 
     def average(self, weight: float, total: float, *, what: str) -> None:
         """Replace the model by the mean."""
@@ -54,10 +56,6 @@ class ExactMean:
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
         """Replace the buffers as ``average`` does, but leave the parameters unchanged."""
         self.average_tensors(self._replica.float_buffers(), weight, total, what=what, integers=True)
-
-    def average_integers(self, *, what: str) -> None:
-        """Replace the signed integer buffers by their maximum."""
-        self.average_tensors([], 0.0, 1.0, what=what, integers=True)
 
     def average_tensors(
         self,
@@ -72,41 +70,49 @@ class ExactMean:
 
         ``integers`` True also replaces the signed integer buffers by their maximum.
         """
-        buckets = make_buckets(tensors)
-        handles = [self._start(bucket, weight, what) for bucket in buckets]
-        counters = self._replica.integer_buffers() if integers else []
-        maximum = self._start_maximum(counters, what)
+        sums = [*self._start(tensors, weight, what)]
+        maxima = [*self._start_maximum(what)] if integers else []
         # The results are written after the last operation has succeeded.
-        for handle in (*handles, maximum):
+        for _, _, handle in (*sums, *maxima):
             handle.wait()
-        for bucket in buckets:
-            bucket.unpack(total * self._copies)
-        unpack(maximum.wait(), counters)
+        for each in sums:
+            self._write(*each, total)
+        for counters, _, handle in maxima:
+            counters.write(0, handle.wait())
 
     def show(self, weight: float, total: float, *, what: str) -> None:
         """Replace the model by the mean. The caller restores the model afterwards.
 
-        Stages only two buckets at a time, to save memory. A failure may leave only some tensors
+        Copies only two ranges at a time, to save memory. A failure may leave only some tensors
         averaged, so the caller must hold a snapshot of the model.
         """
-        pending: list[tuple[Bucket, Handle[Tensor]]] = []
-        for bucket in [*make_buckets(self._replica.averaged()), None, None]:
-            if len(pending) == 2 or (bucket is None and pending):
-                oldest, handle = pending.pop(0)
-                handle.wait()
-                oldest.unpack(total * self._copies)
-                oldest.release()
-            if bucket is not None:
-                pending.append((bucket, self._start(bucket, weight, what)))
-        self.average_integers(what=what)
+        pending: list[_Range] = []
+        for each in self._start(self._replica.averaged(), weight, what):
+            pending.append(each)
+            if len(pending) == 2:
+                self._write(*pending.pop(0), total)
+        for each in pending:
+            self._write(*each, total)
+        self.average_tensors([], weight, total, what=what, integers=True)
 
-    def _start(self, bucket: Bucket, weight: float, what: str) -> Handle[Tensor]:
-        return self._team.communicator.sum(bucket.pack(weight), what=what)
+    def _start(self, tensors: Iterable[Tensor], weight: float, what: str) -> Iterator[_Range]:
+        """Start the sum of each range when the caller asks for it."""
+        for flat in make_flats(tensors):
+            for start, stop in flat.ranges():
+                values = flat.copy(start, stop, weight=weight)
+                yield flat, start, self._team.communicator.sum(values, what=what)
 
-    def _start_maximum(self, counters: list[Tensor], what: str) -> Handle[Tensor]:
-        device = self._team.communicator.control_device
-        flat = torch.empty(sum(t.numel() for t in counters), dtype=torch.int64, device=device)
-        pack_mixed(counters, flat)
-        if not counters:
-            return Completed(flat)
-        return self._team.communicator.maximum(flat, what=what)
+    def _write(self, flat: Flat, start: int, handle: Handle[Tensor], total: float) -> None:
+        # Here and in all other means, a sum is multiplied by the rounded reciprocal of the divisor.
+        # That is how CUDA divides by a number, and a CPU must give the same bits.
+        flat.write(start, handle.wait().mul_(1 / (total * self._copies)))
+
+    def _start_maximum(self, what: str) -> Iterator[_Range]:
+        """Start the maximum of the signed integer buffers in int64, if there are any."""
+        counters = [each for each in self._replica.integer_buffers() if each.numel()]
+        if counters:
+            flat, communicator = Flat(counters), self._team.communicator
+            device = communicator.control_device
+            values = torch.empty(flat.elements, dtype=torch.int64, device=device)
+            flat.read(0, values)
+            yield flat, 0, communicator.maximum(values, what=what)

@@ -1,8 +1,12 @@
-"""The averaged parameters as flat vectors, and the parts into which they are cut.
+"""Tensors as flat vectors, and the parts into which the averaged parameters are cut.
 
-The shared model P and its velocity v are flat tensors. The local model x stays in the tensors of
-the user, because the optimizer, CUDA graphs and moving averages hold them. ``Flat`` reads and
-changes them like one vector.
+``Flat`` reads and changes tensors like one vector. The optimizer, the modules and CUDA graphs hold
+the tensors, so it changes them in place. The vectors that the workers sum have the dtype of the
+tensors, with three exceptions: those of float16 and bfloat16 tensors have float32, complex numbers
+are pairs of reals, and bool is uint8.
+
+The shared model P and its velocity v are flat tensors (``Space``). The local model x stays in the
+tensors of the user.
 """
 
 import itertools
@@ -14,11 +18,25 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from offbeat.averaging.buckets import as_real, staging_dtype
 from offbeat.quantization.message import Section, Stream
 
 T = TypeVar("T")
+BUCKET_BYTES = 8 * 2**20  # default limit for the size of a message
 PIECE = 2**17  # numbers that are processed at a time on a CPU, few enough for its cache
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` itself, or a view of a complex tensor as pairs of reals."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def staging_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a vector that contains ``tensor``; see the module's docstring."""
+    if tensor.is_complex():
+        return as_real(tensor).dtype
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
 
 
 class Share(NamedTuple):
@@ -34,17 +52,21 @@ class Share(NamedTuple):
 
 
 WHOLE = Share(0, 1)
+_Copy = tuple[Tensor, Tensor]  # a tensor that has gaps in memory or another order, and its copy
 
 
 class Flat:
-    """Tensors of one dtype and device as one vector, one tensor after the other.
+    """Tensors as one vector, one tensor after the other.
 
-    The numbers of a tensor come in the order in which they lie in memory. A complex element is two
-    numbers. A tensor with gaps in memory is copied at each access.
+    A complex element is two numbers. A tensor with gaps in memory is copied at each access.
 
     Args:
-        tensors: At least one tensor. All have the same dtype and device.
+        tensors: At least one tensor. ``make_flats`` groups tensors by dtype and device. For other
+            tensors, ``dtype`` and ``device`` are those of the first one, and values are converted.
         share: The vector contains only this share of the numbers of each tensor.
+        in_memory_order: True if the numbers of a tensor come in the order in which they lie in
+            memory. False: in row-major order, for tensors that have other strides on other workers.
+            A tensor in another order is then copied at each access.
 
     Attributes:
         tensors: The tensors.
@@ -55,10 +77,13 @@ class Flat:
         device: Device of the tensors.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], share: Share = WHOLE) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor], share: Share = WHOLE, *, in_memory_order: bool = False
+    ) -> None:
         self.tensors = list(tensors)
-        self.dtype = staging_dtype(tensors[0])
-        self.stored_dtype = as_real(tensors[0].detach()).dtype
+        self.dtype = staging_dtype(self.tensors[0])
+        self.stored_dtype = as_real(self.tensors[0].detach()).dtype
+        self._in_memory_order = in_memory_order
         self._addresses: list[int] = []
         self.refresh()
         bounds = [share.of(view.numel()) for view in self._views]
@@ -74,12 +99,8 @@ class Flat:
             return
         self._addresses, self.device = addresses, self.tensors[0].device
         numbers = [as_real(tensor.detach()) for tensor in self.tensors]
-        self._dense = [_is_dense(each) for each in numbers]
-        self._views = [
-            each.as_strided((each.numel(),), (1,)) if dense else each
-            for each, dense in zip(numbers, self._dense, strict=True)
-        ]
-        self._pieces: dict[tuple[int, int], list[Tensor]] = {}  # of dense tensors, by their range
+        self._views = [_by_memory(each) for each in numbers] if self._in_memory_order else numbers
+        self._pieces: dict[tuple[int, int], tuple[list[Tensor], list[_Copy]]] = {}
 
     def _slices(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (tensor, first, last) for each tensor with numbers from ``start`` to ``stop``."""
@@ -91,19 +112,52 @@ class Flat:
                 yield index, start - offset, last - offset
             start, index = last, index + 1
 
-    def numbers(self, start: int, stop: int) -> list[Tensor]:
-        """Return 1-D tensors with the numbers from ``start`` to ``stop``."""
+    def _numbers(self, start: int, stop: int) -> tuple[list[Tensor], list[_Copy]]:
+        """Return the numbers from ``start`` to ``stop`` as 1-D tensors, and the copied tensors.
+
+        If no tensor was copied, the result is stored for the next call.
+        """
         found = self._pieces.get((start, stop))
         if found is None:
-            slices = list(self._slices(start, stop))
-            found = [self._views[i].reshape(-1)[a:b] for i, a, b in slices]
-            if all(self._dense[i] for i, _, _ in slices):
+            found = numbers, copies = list[Tensor](), list[_Copy]()
+            for index, first, last in self._slices(start, stop):
+                view = self._views[index]
+                whole = view.reshape(-1)
+                numbers.append(whole[first:last])
+                if whole.data_ptr() != view.data_ptr():
+                    copies.append((view, whole))
+            if not copies:
                 self._pieces[start, stop] = found
         return found
 
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield start and stop of consecutive ranges of at most ``BUCKET_BYTES`` each."""
+        step = BUCKET_BYTES // self.dtype.itemsize
+        for start in range(0, self.elements, step):
+            yield start, min(start + step, self.elements)
+
     def read(self, start: int, out: Tensor) -> None:
-        """Fill ``out``, of any floating-point dtype, with the numbers from ``start`` on."""
-        torch.cat(self.numbers(start, start + out.numel()), out=out)
+        """Fill ``out``, of any dtype and device, with the numbers from ``start`` on."""
+        numbers, _ = self._numbers(start, start + out.numel())
+        if all(each.device == out.device for each in numbers):
+            torch.cat(numbers, out=out)
+        else:
+            for part, each in zip(out.split([t.numel() for t in numbers]), numbers, strict=True):
+                part.copy_(each)
+
+    def copy(self, start: int = 0, stop: int | None = None, *, weight: float = 1.0) -> Tensor:
+        """Return ``weight`` times the numbers from ``start`` to ``stop`` as a new 1-D tensor.
+
+        Integers need weight 1. With weight 0 a NaN becomes 0, too.
+        """
+        size = (self.elements if stop is None else stop) - start
+        allocate = torch.empty if weight else torch.zeros
+        values = allocate(size, dtype=self.dtype, device=self.device)
+        if weight:
+            self.read(start, values)
+            if weight != 1:
+                values.mul_(weight)
+        return values
 
     def add(self, start: int, values: Tensor) -> None:
         """Add ``values`` to the numbers from ``start`` on, computed in the dtype of ``values``."""
@@ -114,34 +168,38 @@ class Flat:
         self._write(start, values, add=False)
 
     def _write(self, start: int, values: Tensor, *, add: bool) -> None:
-        stop = start + values.numel()
-        numbers = self.numbers(start, stop)
+        numbers, copies = self._numbers(start, start + values.numel())
         for target, part in zip(numbers, values.split([t.numel() for t in numbers]), strict=True):
             if add:
-                target.add_(part)
+                target.add_(part.to(target.device))
             else:
                 target.copy_(part)
-        if (start, stop) not in self._pieces:  # some of the numbers are copies
-            for target, (index, first, last) in zip(
-                numbers, self._slices(start, stop), strict=True
-            ):
-                if not self._dense[index]:
-                    whole = self._views[index].reshape(-1)
-                    whole[first:last] = target
-                    self._views[index].copy_(whole.view(self._views[index].shape))
+        for view, whole in copies:
+            view.copy_(whole.view(view.shape))
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill a range of memory without gaps, in any order."""
+def make_flats(
+    tensors: Iterable[Tensor], share: Share = WHOLE, *, in_memory_order: bool = False
+) -> list[Flat]:
+    """Return a ``Flat`` for each dtype and device. Tensors without elements are left out."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return [Flat(group, share, in_memory_order=in_memory_order) for group in groups.values()]
+
+
+def _by_memory(tensor: Tensor) -> Tensor:
+    """Return a 1-D view if the elements fill a range of memory without gaps, else ``tensor``."""
     expected = 1
     for size, stride in sorted(
         zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]
     ):
         if size > 1:
             if stride != expected:
-                return False
+                return tensor
             expected *= size
-    return True
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 class Space:
@@ -154,18 +212,11 @@ class Space:
         stream: Quantization errors of the sums of updates.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], *, shared: bool, velocity: bool, share: Share = WHOLE
-    ) -> None:
-        self.x = Flat(tensors, share)
-        self.P: Tensor | None = None
-        self.v: Tensor | None = None
-        if shared:
-            self.P = torch.empty(self.x.elements, dtype=self.x.dtype, device=self.x.device)
-            self.x.read(0, self.P)
-        if velocity:
-            self.v = torch.zeros(self.x.elements, dtype=self.x.dtype, device=self.x.device)
-        self.stream = Stream(self.x.elements, self.x.dtype, self.x.device)
+    def __init__(self, x: Flat, *, shared: bool, velocity: bool) -> None:
+        self.x = x
+        self.P = x.copy() if shared else None
+        self.v = torch.zeros(x.elements, dtype=x.dtype, device=x.device) if velocity else None
+        self.stream = Stream(x.elements, x.dtype, x.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,16 +246,11 @@ class Slice:
 
 
 def make_spaces(
-    tensors: Sequence[Tensor], *, shared: bool, velocity: bool, share: Share = WHOLE
+    tensors: Iterable[Tensor], *, shared: bool, velocity: bool, share: Share = WHOLE
 ) -> list[Space]:
     """Return the tensors in one space for each dtype and device. Empty tensors are left out."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return [
-        Space(group, shared=shared, velocity=velocity, share=share) for group in groups.values()
-    ]
+    flats = make_flats(tensors, share, in_memory_order=True)
+    return [Space(x, shared=shared, velocity=velocity) for x in flats]
 
 
 def cut(spaces: Sequence[Space], parts: int, unit: int = 1) -> list[list[Slice]]:

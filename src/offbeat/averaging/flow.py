@@ -36,18 +36,15 @@ class Flow(ABC):
         rounds: Makes, sends and numbers this worker's votes.
         uses_gradients: True if ``gradients_ready`` reads or changes the gradients. It is then
             called at the end of backward, and otherwise before the optimizer's step.
-        needs_unscaled: True if a GradScaler must unscale the gradients before the flow reads them.
-            The flow then reads them after ``GradScaler.unscale_``.
         can_save: True if ``state`` can be saved and loaded.
         waits: True if all workers wait for each mean, and their local models become equal to it.
-        replicates: True if all workers that step have the same parameters between two steps. With
-            ``uses_gradients``, a step may then have several backward passes that call
-            ``gradients_ready``.
+        replicates: True if every step averages the gradients, so that all workers that step have
+            the same parameters. A step may then have several backward passes that call
+            ``gradients_ready``, and a GradScaler need not unscale the gradients before these calls.
     """
 
     state: Any
     uses_gradients = True
-    needs_unscaled = True
     can_save = True
     waits = False
     replicates = False

@@ -59,10 +59,8 @@ class GradientFlow(Flow):
     state: GradientFlowState
 
     def __init__(self, strategy: Strategy, worker: Worker, gradients: Gradients) -> None:
-        self.every_step = gradients.every_step
         super().__init__(strategy, worker)
-        self.replicates = self.every_step
-        self.needs_unscaled = not self.every_step
+        self.replicates = gradients.every_step
         self._wanted = 0.0  # last return value of ``Strategy.due``
 
     @override
@@ -84,13 +82,13 @@ class GradientFlow(Flow):
 
         ``view`` is the strategy's view for this optimizer.
         """
-        overlap = self.every_step and self.worker.overlaps_backward
+        overlap = self.replicates and self.worker.overlaps_backward
         return GradientMean(self.worker.wire, optimizer.buckets, overlap=overlap)
 
     @property
     @override
     def unsynced(self) -> bool:
-        if self.every_step:  # the parameters are not averaged, so other changes do not matter
+        if self.replicates:  # the parameters are not averaged, so other changes do not matter
             return self.state.newest
         return self.worker.touched or self.worker.step > self.state.start_step
 
@@ -146,7 +144,7 @@ class GradientFlow(Flow):
             finite=self.check_finite(stepping=stepping, optimizer=optimizer),
             numbers=self.strategy.vote(view),
         )
-        if not self.every_step or self.worker.size == 1:
+        if not self.replicates or self.worker.size == 1:
             return self.rounds.send(vote, optimizer)
         vote = self.rounds.number(vote)
         rows = self.state.means[optimizer].reduce(vote.row(), contribute=stepping)
@@ -160,7 +158,7 @@ class GradientFlow(Flow):
     def decide(self, round: Round) -> bool:
         """Average the gradients if the strategy decides so, unless ``vote`` has averaged them."""
         state, index = self.state, round.optimizer
-        if self.every_step:
+        if self.replicates:
             round.wait()
             state.newest = bool(round.own.stepping)
             state.views[index].launches += 1
@@ -190,7 +188,7 @@ class GradientFlow(Flow):
     def all_paused(self, last: Round) -> None:
         # A worker that ran out of data before others receives the newest model.
         weight = last.wait().weight
-        if self.every_step and 0 < weight < self.worker.size:
+        if self.replicates and 0 < weight < self.worker.size:
             what = f"mean of the newest models at step {self.worker.step}"
             self.worker.exact_mean.average(last.own.weight, weight, what=what)
             self.state.newest = True
@@ -203,7 +201,7 @@ class GradientFlow(Flow):
         if worker.size == 1:
             return
         what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
-        if self.every_step:  # the parameters are equal on all workers
+        if self.replicates:  # the parameters are equal on all workers
             worker.exact_mean.average_buffers(1.0, worker.size, what=what)
         else:
             worker.exact_mean.consensus(last.own.weight, weight, final=final, what=what)

@@ -17,20 +17,13 @@ parameter are sparse, because some optimizers accept only sparse gradients.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging.buckets import (
-    BUCKET_BYTES,
-    Bucket,
-    as_real,
-    group_tensors,
-    pack,
-    staging_dtype,
-    unpack,
-)
+from offbeat.averaging.flat import BUCKET_BYTES, as_real, staging_dtype
 from offbeat.errors import OffbeatError
 from offbeat.quantization.message import QuantizedMessage, Section, Stream
 from offbeat.quantization.wire import Wire
@@ -52,21 +45,37 @@ def gradient_buckets(
     """
     order = [p for p in reversed(parameters) if p.numel()]
     first = min(bucket_bytes, FIRST_BUCKET_BYTES)
-    groups = group_tensors(order, bucket_bytes, first)
+    buckets: list[list[nn.Parameter]] = []
+    # The newest bucket of each dtype and device, and its bytes.
+    newest: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in order:
+        key = parameter.dtype, parameter.device
+        size = _length(parameter) * staging_dtype(parameter).itemsize
+        bucket, filled = newest.get(key, ([], 0))
+        full = filled >= first if buckets and bucket is buckets[0] else filled + size > bucket_bytes
+        if full or not bucket:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        newest[key] = bucket, filled + size
     # A bucket is complete when backward has computed the gradient of its last parameter, so the
     # buckets are sorted by their last parameters.
     position = {id(p): i for i, p in enumerate(order)}
-    groups.sort(key=lambda group: position[id(group[-1])])
-    return [[p for p in group if isinstance(p, nn.Parameter)] for group in groups]
+    return sorted(buckets, key=lambda bucket: position[id(bucket[-1])])
 
 
-class _GradientBucket(Bucket):
-    """A bucket that copies the gradients of its parameters to a flat *staging tensor* for sending.
+def _length(parameter: Tensor) -> int:
+    """Return the number of reals of a parameter."""
+    return as_real(parameter.detach()).numel()
+
+
+class _GradientBucket:
+    """Copies the gradients of some parameters to a flat tensor for sending, and their mean back.
 
     A missing gradient counts as zero.
 
     Args:
-        parameters: The parameters.
+        parameters: The parameters, of one dtype and device.
         wire: Precision of the sums.
 
     Attributes:
@@ -75,31 +84,40 @@ class _GradientBucket(Bucket):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], wire: Wire) -> None:
-        super().__init__(parameters)
         self.parameters = list(parameters)
+        self.lengths = [_length(p) for p in parameters]
         dtype, device = staging_dtype(parameters[0]), parameters[0].device
-        elements = sum(as_real(p.detach()).numel() for p in parameters)
         self.stream: Stream | None = None
-        if wire.saves(elements, dtype.itemsize):
-            self.stream = Stream(elements, dtype, device)
+        if wire.saves(sum(self.lengths), dtype.itemsize):
+            self.stream = Stream(sum(self.lengths), dtype, device)
             self.stream.make_errors(wire.team.size, residual=True)
         self.handle: Handle[Tensor] = Completed(torch.empty(0, device="cpu"))
 
-    def pack(self, weight: float = 1.0) -> Tensor:
+    @cached_property
+    def flat(self) -> Tensor:
+        """The flat tensor, allocated at its first use."""
+        first = self.parameters[0]
+        return torch.empty(sum(self.lengths), dtype=staging_dtype(first), device=first.device)
+
+    def pack(self, *, contribute: bool) -> Tensor:
+        """Copy the gradients to ``flat``, or zeros, and return it."""
+        if not contribute:
+            return self.flat.zero_()
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
-        pack([g.to_dense() if g.is_sparse else g for g in gradients], self.flat, weight)
-        return self.flat
+        dense = [g.detach().to_dense() if g.is_sparse else g.detach() for g in gradients]
+        return torch.cat([as_real(g).reshape(-1) for g in dense], out=self.flat)
 
     def write(self, divisor: float, layouts: Sequence[float]) -> None:
         """Replace the gradients by the sum / ``divisor``. ``layouts``: see ``_Agreement``."""
-        parts = self.flat.split([as_real(p.detach()).numel() for p in self.parameters])
+        parts = self.flat.split(self.lengths)
         for parameter, part, layout in zip(self.parameters, parts, layouts, strict=True):
             gradient = parameter.grad
             if layout == _NONE:
                 continue
             if gradient is None or gradient.is_sparse:
                 gradient = torch.empty_like(parameter)
-            unpack(part, [gradient], divisor)
+            numbers = as_real(gradient.detach())
+            torch.mul(part.view(numbers.shape), 1 / divisor, out=numbers)
             if gradient is not parameter.grad:
                 parameter.grad = _to_sparse(gradient) if layout == _SPARSE else gradient
 
@@ -171,7 +189,7 @@ class GradientMean:
         self._next += 1
 
     def _launch(self, bucket: _GradientBucket, *, contribute: bool) -> None:
-        flat = bucket.pack(float(contribute))
+        flat = bucket.pack(contribute=contribute)
         what = "mean of the gradients"
         if bucket.stream is None:
             bucket.handle = self._team.communicator.sum(flat, what=what)

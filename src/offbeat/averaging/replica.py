@@ -42,6 +42,10 @@ def saved_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return dict(sorted(found.items()))
 
 
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 class Replica:
     """One worker's copy of a model.
 
@@ -104,7 +108,7 @@ class Replica:
 
     def float_buffers(self) -> list[Tensor]:
         """Return the floating-point and complex buffers."""
-        return [b for b in self._present_buffers() if b.is_floating_point() or b.is_complex()]
+        return [b for b in self._present_buffers() if _is_float(b)]
 
     def integer_buffers(self) -> list[Tensor]:
         """Return the signed integer buffers."""
@@ -112,8 +116,7 @@ class Replica:
 
     def other_buffers(self) -> list[Tensor]:
         """Return all other buffers."""
-        done = {id(b) for b in (*self.float_buffers(), *self.integer_buffers())}
-        return [b for b in self._present_buffers() if id(b) not in done]
+        return [b for b in self._present_buffers() if not _is_float(b) and b.dtype not in _COUNTERS]
 
     def _present_buffers(self) -> list[Tensor]:
         found = [getattr(module, name, None) for module, name in self._saved_buffers]

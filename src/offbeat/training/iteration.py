@@ -198,7 +198,7 @@ class Iteration:
 
     def unscaled(self, index: int) -> None:
         """Handle the gradients of optimizer ``index``, which a GradScaler has just unscaled."""
-        if self.active and self._worker.scaled and self.flow.needs_unscaled:
+        if self.active and self._worker.scaled and not self.flow.replicates:
             self._pass_on(index)
 
     def before_step(self, index: int) -> None:
@@ -232,7 +232,7 @@ class Iteration:
         if self.node is not None:
             with self.guard:
                 self.node.average(index)
-        if self._worker.scaled and self.flow.needs_unscaled:
+        if self._worker.scaled and not self.flow.replicates:
             self._received[index] = self._gradient(index)
         else:
             self._pass_on(index)

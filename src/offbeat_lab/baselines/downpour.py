@@ -5,7 +5,8 @@ and weight decay. N is the number of workers. G is the sum of the scaled gradien
 not pushed yet. ``server_strategy.py`` explains the terms of parameter servers.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from offbeat import AttachError
-from offbeat.extend import AttachedOptimizer, as_real, pack_mixed, setting, unpack
+from offbeat.extend import AttachedOptimizer, as_real, setting
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
 
@@ -79,11 +80,9 @@ class DownpourFlow(ServerFlow):
         self.requested = self.server.vector.clone()
         self.gradients = torch.zeros_like(self.requested)
         self._decayed: set[int] = set()  # indices of optimizers whose λx was added in this step
-        self._offsets: dict[int, int] = {}  # offset in G of each parameter, by its id()
-        offset = 0
-        for tensor in self.tensors:
-            self._offsets[id(tensor)] = offset
-            offset += as_real(tensor.detach()).numel()
+        offsets = itertools.accumulate(self.model.lengths, initial=0)
+        # Offset in G of each parameter, by its id().
+        self._offsets = dict(zip(map(id, self.tensors), offsets, strict=False))
 
     @override
     def rule(self) -> Rule:
@@ -160,10 +159,15 @@ class DownpourFlow(ServerFlow):
         server = self.server
         if server.take() is None or not self.fetching:
             return False
-        if self.steps > self.requested_step:
-            _replace(self.tensors, self.requested, server.vector)
-        else:
-            unpack(server.vector, self.tensors)
+        model = self.model
+        if self.steps == self.requested_step:
+            model.write(0, server.vector)
+            return True
+        for start, stop in model.ranges():
+            values = torch.empty_like(server.vector[start:stop])
+            model.read(start, values)
+            values.sub_(self.requested[start:stop]).add_(server.vector[start:stop])
+            model.write(start, values)
         return True
 
     def _send(self) -> None:
@@ -175,7 +179,7 @@ class DownpourFlow(ServerFlow):
         if push:
             self.stage_push(self.gradients)
         if fetch:
-            pack_mixed(self.tensors, self.requested)
+            self.model.read(0, self.requested)
             self.requested_step = self.steps
         server.start("push" if not fetch else "push_pull" if push else "pull")
         self.fetching, self.push_due, self.fetch_due = fetch, False, False
@@ -251,15 +255,3 @@ class Downpour(ServerStrategy):
                 'server_optimizer="adagrad" requires server_lr, usually larger than the learning '
                 "rate of SGD, for example 0.1"
             )
-
-
-def _replace(tensors: Sequence[Tensor], requested: Tensor, new: Tensor) -> None:
-    """tensors ← new + (tensors − requested), computed in the dtype of ``new``."""
-    with torch.no_grad():
-        offset = 0
-        for tensor in tensors:
-            target = as_real(tensor.detach())
-            place = slice(offset, offset + target.numel())
-            steps = target.to(new) - requested[place].view(target.shape)
-            target.copy_(steps.add_(new[place].view(target.shape)))
-            offset += target.numel()

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.extend import AttachedOptimizer, add_to, pack_mixed, setting
+from offbeat.extend import AttachedOptimizer, setting
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
 
@@ -68,7 +68,7 @@ class EASGDFlow(ServerFlow):
         """Copy x for the exchange at the end of this step, which needs the x before the step."""
         # With several optimizers, x is copied before the first one steps.
         if (self.steps + 1) % self.strategy.period == 0 and not self._staged:
-            pack_mixed(self.tensors, self.server.vector)
+            self.model.read(0, self.server.vector)
             self._staged = True
         return False
 
@@ -82,14 +82,14 @@ class EASGDFlow(ServerFlow):
             return False
         self.exchanges += 1
         if not self._staged:
-            pack_mixed(self.tensors, server.vector)
+            self.model.read(0, server.vector)
         self.check_push(server.vector)
         if self.strategy.synchronous:
             server.start("push_pull", clock=self.exchanges, min_clock=self.exchanges)
         else:
             server.start("push_pull")
         server.take(wait=True)
-        add_to(self.tensors, server.vector, -1.0)
+        self.model.add(0, -server.vector)
         self.unpushed = int(self._staged)  # 1: the pushed x lacks this step
         self._staged = False
         self.report()
@@ -98,7 +98,7 @@ class EASGDFlow(ServerFlow):
     @override
     def flush(self) -> None:
         """Push x once more: z moves towards x, and x does not change."""
-        pack_mixed(self.tensors, self.server.vector)
+        self.model.read(0, self.server.vector)
         self.check_push(self.server.vector)
         self.unpushed = 0
         self.server.start("push")

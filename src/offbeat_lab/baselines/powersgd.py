@@ -24,11 +24,10 @@ from offbeat.extend import (
     GradientFlowState,
     GradientMean,
     Gradients,
-    Handle,
     Worker,
     WorkerView,
     as_real,
-    group_tensors,
+    make_flats,
     setting,
     squared_norm,
     staging_dtype,
@@ -79,7 +78,8 @@ class LowRankMean(GradientMean):
         if contribute:
             for m, e in zip(matrices, self.errors, strict=True):
                 m.add_(e)
-        products = self._sum_all([m @ q for m, q in zip(matrices, self.q, strict=True)])
+        products = [m @ q for m, q in zip(matrices, self.q, strict=True)]
+        self._sum(products)
         rows, contributing, layouts = agreement.wait()
         if not contributing:
             return rows
@@ -87,17 +87,17 @@ class LowRankMean(GradientMean):
         finite = math.isfinite(squared_norm(products))
         bases = [torch.linalg.qr(p)[0] if finite else p * math.nan for p in products]
         projected = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
-        means = [s.mul_(1 / contributing) for s in self._sum_all([*projected, *others])]
+        self._sum([*projected, *others])
+        for each in (*projected, *others):
+            each.mul_(1 / contributing)
         holders = [layout for layout, shape in zip(layouts, self._shapes, strict=True) if shape]
         for i, (m, p, held) in enumerate(zip(matrices, bases, holders, strict=True)):
-            mean = p @ means[i].T
+            mean = p @ projected[i].T
             if finite and held:  # else no worker has a gradient of this parameter
-                self.q[i].copy_(means[i])
+                self.q[i].copy_(projected[i])
                 if contribute:
                     torch.sub(m, mean, out=self.errors[i])
             m.copy_(mean)
-        for other, mean in zip(others, means[len(matrices) :], strict=True):
-            other.copy_(mean)
         self._land(float(contribute), layouts)
         return rows
 
@@ -105,23 +105,18 @@ class LowRankMean(GradientMean):
         """Copy the gradients, or zeros, to the buckets. Return the compressed and all others."""
         values: list[Tensor] = []
         for bucket in self._buckets:
-            bucket.handle = Completed(bucket.pack(float(contribute)))
-            values += bucket.flat.split([as_real(p.detach()).numel() for p in bucket.parameters])
+            bucket.handle = Completed(bucket.pack(contribute=contribute))
+            values += bucket.flat.split(bucket.lengths)
         pairs = list(zip(values, self._shapes, strict=True))
         return [v.view(shape) for v, shape in pairs if shape], [v for v, s in pairs if not s]
 
-    def _sum_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sum tensors over the workers, in one message for each dtype and device."""
-        groups, handles = group_tensors(tensors, math.inf), list[Handle[Tensor]]()
-        for group in groups:
-            flat = torch.cat([t.reshape(-1) for t in group])
-            what = "low-rank mean of the gradients"
-            handles.append(self._team.communicator.sum(flat, what=what))
-        flats, sums = [handle.wait() for handle in handles], dict[int, Tensor]()
-        for group, flat in zip(groups, flats, strict=True):
-            parts = flat.split([t.numel() for t in group])
-            sums |= {id(t): part.view(t.shape) for t, part in zip(group, parts, strict=True)}
-        return [sums[id(t)] for t in tensors]
+    def _sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their sums over the workers: one message for each dtype and device."""
+        flats, what = make_flats(tensors), "low-rank mean of the gradients"
+        handles = [self._team.communicator.sum(flat.copy(), what=what) for flat in flats]
+        sums = [handle.wait() for handle in handles]
+        for flat, values in zip(flats, sums, strict=True):
+            flat.write(0, values)
 
 
 @dataclass

@@ -8,7 +8,6 @@ applies the workers' pushes to a shard. A consensus shows the server's model.
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,16 +19,14 @@ from offbeat import OffbeatError, Strategy
 from offbeat.extend import (
     AttachedOptimizer,
     CustomFlow,
+    Flat,
     Flow,
     Round,
     Vote,
     Worker,
-    as_real,
-    pack_mixed,
     require_integer,
     squared_norm,
     staging_dtype,
-    unpack,
 )
 from offbeat_lab.baselines.parameter_server import ParameterServer
 from offbeat_lab.baselines.shard import Rule
@@ -130,9 +127,17 @@ class ServerFlow(Flow):
         worker, strategy = self.worker, self.strategy
         assert isinstance(strategy, ServerStrategy)
         self.tensors = [p for _, p in worker.replica.parameters]
-        model = _model_vector(self.tensors)
+        model, double = self.model, any(staging_dtype(p) == torch.float64 for p in self.tensors)
+        dtype = torch.float64 if double else torch.float32
+        vector = torch.empty(model.elements, dtype=dtype, device="cpu")
+        model.read(0, vector)
         rule = self.rule()
-        self.server = ParameterServer(worker.team, model, servers=strategy.servers, rule=rule)
+        self.server = ParameterServer(worker.team, vector, servers=strategy.servers, rule=rule)
+
+    @property
+    def model(self) -> Flat:
+        """This worker's parameters as one vector."""
+        return Flat(self.tensors)
 
     @property
     @override
@@ -155,7 +160,7 @@ class ServerFlow(Flow):
     def consensus(self, last: Round, *, final: bool) -> None:
         """Replace the parameters by the server's and average the buffers. A collective."""
         worker = self.worker
-        unpack(self.server.read(), self.tensors)
+        self.model.write(0, self.server.read())
         if worker.size > 1:
             what = f"{'final mean' if final else 'consensus'} of the buffers at step {worker.step}"
             worker.exact_mean.average_buffers(1.0, worker.size, what=what)
@@ -172,7 +177,8 @@ class ServerFlow(Flow):
         The other elements are 0, so that the mean over the workers is the server's vector.
         """
         copies = super().snapshot()
-        unpack(self.server.own_part().mul_(self.worker.size), copies[: len(self.tensors)])
+        model = Flat(copies[: len(self.tensors)])
+        model.write(0, self.server.own_part().mul_(self.worker.size))
         return copies
 
     # -- votes: sent only at a barrier, where no worker takes a step -------------------------------
@@ -232,13 +238,3 @@ class ServerFlow(Flow):
                 staleness_max=max(shard.staleness, default=0),
                 staleness_histogram=dict(shard.staleness),
             )
-
-
-def _model_vector(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of all ``tensors`` as one float32 or float64 vector on the CPU."""
-    double = any(staging_dtype(t) == torch.float64 for t in tensors)
-    elements = sum(as_real(t.detach()).numel() for t in tensors)
-    dtype = torch.float64 if double else torch.float32
-    vector = torch.empty(elements, dtype=dtype, device="cpu")
-    pack_mixed(tensors, vector)
-    return vector

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.extend import as_real, pack_mixed, setting, unpack
+from offbeat.extend import setting
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
 
 
@@ -46,7 +46,7 @@ class SSPFlow(ServerFlow):
         worker = self.worker
         # A single worker copies its parameters to z. Adding their change to z would round.
         if worker.size == 1 and self.server.shard is not None:
-            pack_mixed(self.tensors, self.server.shard.values)
+            self.model.read(0, self.server.shard.values)
             return True
         self._add_update()
         refreshed = self._take()
@@ -54,23 +54,22 @@ class SSPFlow(ServerFlow):
         while self.fresh_clock < self.clock - self.strategy.staleness:
             refreshed = self._take(wait=True) or refreshed
             self._send()
-        unpack(self.cache, self.tensors)
+        self.model.write(0, self.cache)
         worker.record["staleness"] = max(0, self.clock - self.fresh_clock)
         worker.details["pulls"] = worker.details.get("pulls", 0) + refreshed
         self.report()
         return refreshed
 
     def _add_update(self) -> None:
-        """x ← x + u; S ← S + u; c ← c + 1. Tensor by tensor, so that u needs little memory."""
-        workers, offset = self.worker.size, 0
-        for tensor in self.tensors:
-            stepped = as_real(tensor.detach()).reshape(-1)
-            place = slice(offset, offset + stepped.numel())
-            cache = self.cache[place]
-            update = (stepped.to(cache) - cache).div_(workers)
+        """x ← x + u; S ← S + u; c ← c + 1. In ranges, so that u needs little memory."""
+        model = self.model
+        for start, stop in model.ranges():
+            cache = self.cache[start:stop]
+            update = torch.empty_like(cache)
+            model.read(start, update)
+            update.sub_(cache).div_(self.worker.size)
             cache.add_(update)
-            self.updates[place].add_(update)
-            offset = place.stop
+            self.updates[start:stop].add_(update)
         self.clock += 1
         self.unpushed += 1
 

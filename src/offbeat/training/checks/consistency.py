@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from offbeat.averaging import AttachedOptimizer
-from offbeat.averaging.buckets import make_buckets
+from offbeat.averaging.flat import make_flats
 from offbeat.averaging.replica import Replica
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import SharedModel, Strategy
@@ -97,9 +97,9 @@ def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
     if team.everyone.size == 1:
         return
     communicator = team.replica_team.communicator
-    for bucket in make_buckets(tensors):
-        bucket.pack()
-        communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
-        if communicator.rank:
-            bucket.unpack()
-        bucket.release()
+    what = "copy of rank 0's model"
+    for flat in make_flats(tensors):
+        for start, stop in flat.ranges():
+            values = communicator.broadcast(flat.copy(start, stop), what=what).wait()
+            if communicator.rank:
+                flat.write(start, values)

@@ -18,7 +18,7 @@ from typing import Any
 from torch.optim import Adam, NAdam, Optimizer
 
 from offbeat.averaging import AttachedOptimizer, Worker
-from offbeat.averaging.buckets import as_real
+from offbeat.averaging.flat import as_real
 from offbeat.averaging.norm import absolute_sum, squared_norm
 from offbeat.errors import AttachError
 from offbeat.nodes.shards import local_parts
