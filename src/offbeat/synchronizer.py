@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.checkpoint.worker_state import require_intact, sealed
+from offbeat.checkpoint.worker_state import require_format
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
@@ -239,7 +239,7 @@ class Synchronizer:
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this worker as plain values for ``torch.save``.
+        """Return the state of this worker for ``torch.save``.
 
         It contains the model, the optimizers, the strategy's state and the totals. A collective:
         every worker calls this method at the same step, between two steps, and saves its result,
@@ -251,14 +251,14 @@ class Synchronizer:
         workers, and the call is not a collective.
 
         Raises:
-            CheckpointError: the strategy cannot be saved, or a value cannot be saved.
+            CheckpointError: the strategy cannot be saved.
             AttachError: after ``detach``, or in the middle of an iteration. Or inside
                 ``consensus``, if ``fully_shard`` has divided the model.
         """
         if self._finished:
-            return sealed(self._components.state.collect(whole=False))
+            return self._components.state.collect(whole=False)
         with between_steps(self, "state_dict()") as components:
-            return sealed(components.state.collect(whole=not self._iteration.shows_consensus))
+            return components.state.collect(whole=not self._iteration.shows_consensus)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a result of ``state_dict``.
@@ -268,16 +268,16 @@ class Synchronizer:
         the totals of ``stats`` continue.
 
         Raises:
-            CheckpointError: the state of a worker is damaged, or belongs to another strategy,
-                ``wire``, number of workers, rank, model, optimizer or step; or the strategy cannot
-                be saved. Raised on every worker.
+            CheckpointError: the state of a worker belongs to another strategy, ``wire``, number of
+                workers, rank, model, optimizer or step; or the strategy cannot be saved. Raised on
+                every worker.
             AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of
                 an iteration.
         """
         with between_steps(self, "load_state_dict()", loads=True) as components:
             refused = None
             try:
-                require_intact(state)
+                require_format(state)
                 components.state.check(state)
             except CheckpointError as error:
                 refused = str(error)

@@ -2,10 +2,13 @@
 
 import logging
 import zlib
+from typing import Any
+
+import torch
 
 from offbeat.averaging import Replica, Worker
+from offbeat.averaging.buckets import as_real
 from offbeat.averaging.votes import Vote
-from offbeat.checkpoint.state import digest
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import Strategy
 
@@ -27,7 +30,12 @@ class Comparison:
         team = self._worker.team
         if team.everyone.size == 1 or team.sharded:
             return 0
-        return digest([p for _, p in self._worker.replica.parameters])
+        checksum = 0
+        for _, parameter in self._worker.replica.parameters:
+            values = as_real(parameter.detach()).clone(memory_format=torch.contiguous_format)
+            content: Any = values.cpu().reshape(-1).view(torch.uint8).numpy()
+            checksum = zlib.crc32(content, checksum)
+        return checksum
 
     def compare_modules(self, sums: Vote, also: Replica, *, finishing: bool) -> bool:
         """Compare the modules ``also`` before a consensus. A collective if a worker has modules.
