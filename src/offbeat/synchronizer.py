@@ -161,15 +161,13 @@ class Synchronizer:
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
-                parameter of the model was replaced by another one, or the model's
-                ``load_state_dict`` was called after ``attach``. Or ``also`` was given and
+                parameter of the model was replaced by another one. Or ``also`` was given and
                 ``fully_shard`` has divided the model, or a module shares tensors with the model.
             MismatchError: another worker has given other modules as ``also``.
             TypeError: ``also`` is not a list of modules.
         """
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
-        self._iteration.require_known("consensus()")
         self._consensus.check_parameters()
         with _normal_mode():
             extra = self._consensus.tensors_of(also, "consensus(")
@@ -320,8 +318,6 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
             f"{iteration.flow.strategy} cannot be saved or resumed: save inside consensus(), and "
             "load that model before attach()"
         )
-    if not shown and not loads:
-        iteration.require_known(what)
     try:
         with recorder.paused(), sync._team.account.paused():
             if not shown:

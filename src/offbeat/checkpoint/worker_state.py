@@ -202,8 +202,8 @@ class WorkerState:
         if self._sharded:
             model = model_state(self._model, model)
             saved = [optimizer_state(*each) for each in zip(optimizers, saved, strict=True)]
-        self._model.load_state_dict(model)
-        self._iteration.loaded = False  # set by hooks of the model
+        with self._iteration.forbid_steps("the load of a state"):
+            self._model.load_state_dict(model)
         for optimizer, each in zip(optimizers, saved, strict=True):
             optimizer.load_state_dict(each)
 

@@ -11,7 +11,6 @@ equal weights. It combines their buffers as those of the model.
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -27,7 +26,6 @@ from offbeat.training.checks.compatibility import require_usable
 from offbeat.training.checks.consistency import copy_rank_0
 from offbeat.training.iteration import Iteration
 
-logger = logging.getLogger("offbeat")
 T = TypeVar("T")
 Snapshot = tuple[list[Tensor], list[Tensor]]
 """Values of the local model and of the local modules given as ``also``."""
@@ -71,7 +69,6 @@ class Consensus:
 
     def note_start(self) -> None:
         """Handle a model from which training starts or continues, equal on all workers."""
-        self._iteration.loaded = False
         self._comparison.note_start()
         self.note_parameters()
 
@@ -203,12 +200,6 @@ class Consensus:
 
     def finish(self, also: Replica) -> None:
         """Replace the model and ``also`` by the mean permanently. A collective."""
-        if self._iteration.loaded:
-            logger.warning(
-                "rank %d: finish() after model.load_state_dict() replaces the loaded values by the "
-                "mean of the workers: load after finish()",
-                self._worker.rank,
-            )
         self._comparison.warn_if_not_counted()
         local = also.snapshot()
         try:
