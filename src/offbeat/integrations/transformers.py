@@ -106,8 +106,9 @@ class OffbeatCallback(TrainerCallback):
     def _leave_consensus(self) -> None:
         self._consensus.close()
 
-    def _enter_if_needed(self, control: Any) -> None:
-        if control.should_evaluate or control.should_save:
+    def _enter_if_needed(self, args: Any, control: Any) -> None:
+        loads_best = args.load_best_model_at_end and control.should_training_stop
+        if control.should_evaluate or control.should_save or loads_best:
             self._enter_consensus()
 
     @override
@@ -120,18 +121,12 @@ class OffbeatCallback(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._enter_if_needed(control)
+        self._enter_if_needed(args, control)
 
     @override
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._leave_consensus()
-        self._enter_if_needed(control)
-        self._enter_at_end(args, control)
-
-    def _enter_at_end(self, args: Any, control: Any) -> None:
-        """Enter a consensus if the Trainer is about to load the best model into this one."""
-        if args.load_best_model_at_end and control.should_training_stop:
-            self._enter_consensus()
+        self._enter_if_needed(args, control)
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -140,7 +135,7 @@ class OffbeatCallback(TrainerCallback):
         self._leave_consensus()  # the Trainer has saved the consensus; save the local state now
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}", FOLDER)
         save(folder, self.sync, scaler=self._scaler)
-        self._enter_at_end(args, control)
+        self._enter_if_needed(args, control)
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
