@@ -297,9 +297,7 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
         CheckpointError: the strategy cannot be saved and loaded. Or inside ``consensus``, and
             another worker has called ``finish``.
     """
-    require_synchronizer(sync)
-    sync._require_active(what)
-    components = sync._components
+    components = components_of(sync, what)
     iteration, consensus, recorder = components.iteration, components.consensus, sync._recorder
     shown = iteration.shows_consensus
     if components.shards is not None:

@@ -146,7 +146,7 @@ class Components:
             *(self.iteration, self.state, self.recorder.exclude_time, wire, lines),
             min_workers=min_workers,
         )
-        self.consensus.change_view = self.iteration.recover = views
+        self.iteration.recover = views
         self.iteration.guard.elastic = True
         if self.joined:
             with self.team.account.paused():
