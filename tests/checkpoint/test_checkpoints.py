@@ -573,6 +573,15 @@ class Color(enum.IntEnum):
 
 
 Pair = namedtuple("Pair", "a b")
+
+
+class Stubborn:
+    """An object that fails when it is pickled."""
+
+    def __reduce__(self) -> str:
+        raise KeyError("no pickle")
+
+
 READABLE = [
     *(None, True, 3, 0.5, 2j, "text", b"bytes", bytearray(b"more"), torch.float16),
     *([1, (2, 3)], {1, 2}, {"a": {"b": 1}}, OrderedDict(a=1), Counter("aab"), torch.Size([2])),
@@ -602,7 +611,9 @@ def test_a_checkpoint_accepts_only_what_can_be_read_again(tmp_path: Path) -> Non
     for value, name in REFUSED:
         with pytest.raises(offbeat.CheckpointError, match=f"only have numbers, .* them: .*{name}"):
             files.write((2, 0), {"extra": [value]})
-        assert [path.name for path in tmp_path.iterdir()] == ["step-1.rank0.pt"]
+    with pytest.raises(offbeat.CheckpointError, match=r"could not be written: .*no pickle"):
+        files.write((2, 0), {"extra": Stubborn()})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1.rank0.pt"]
 
 
 def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class Files:
                 file.flush()
                 os.fsync(file.fileno())
             read_values(partial, "a checkpoint", mmap=True)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # objects of the user raise errors of many types when pickled
             self.discard(key)
             raise CheckpointError(f"{self.path(key)} could not be written: {error}") from None
 
