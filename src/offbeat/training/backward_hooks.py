@@ -7,7 +7,7 @@ be sent while backward computes the next one.
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,14 +16,28 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import AttachError
 from offbeat.nodes.shards import unsharded
 
-if TYPE_CHECKING:
-    from offbeat.training.iteration import Iteration
-
 _FORWARD_SHARE = 1 / 3  # of a pass's computation; the backward pass takes twice as long
 
 
+class BackwardListener(Protocol):
+    """Receives the reports of ``BackwardHooks``."""
+
+    @property
+    def accumulates(self) -> bool:
+        """True if a backward pass that runs now only adds to the gradients. Nothing is reported."""
+
+    def computed(self, progress: float) -> None:
+        """Receive the progress of the step's computation, in (0, 1)."""
+
+    def bucket_ready(self, bucket: int) -> None:
+        """Receive the index of a complete bucket."""
+
+    def backward_ended(self, received: set[int]) -> None:
+        """Receive the indices of the optimizers with new gradients. Errors reach ``backward()``."""
+
+
 class BackwardHooks:
-    """Reports each backward pass to ``iteration``.
+    """Reports each backward pass to ``listener``.
 
     A bucket is reported once it and all earlier buckets are complete. The last bucket is not
     reported, because backward ends with it anyway.
@@ -32,16 +46,16 @@ class BackwardHooks:
         parameters: The parameters of each optimizer.
         buckets: The buckets, in the order in which backward is expected to complete them. Empty:
             only the end of backward is reported.
-        iteration: Receives the reports.
+        listener: Receives the reports.
     """
 
     def __init__(
         self,
         parameters: Sequence[Sequence[Tensor]],
         buckets: Sequence[Sequence[Tensor]],
-        iteration: "Iteration",
+        listener: BackwardListener,
     ) -> None:
-        self._iteration = iteration
+        self._listener = listener
         elements = [sum(p.numel() for p in bucket) for bucket in buckets]
         self._bucket_of = {id(unsharded(p)): i for i, bucket in enumerate(buckets) for p in bucket}
         self._sizes = [len(bucket) for bucket in buckets]
@@ -72,7 +86,7 @@ class BackwardHooks:
         """Count an accumulation into ``parameter.grad``, and report the buckets it completes."""
         task = torch._C._current_graph_task_id()
         begins = task != self._task and not _inside_backward_of_function()
-        if self._iteration.accumulates:
+        if self._listener.accumulates:
             if begins:
                 self._task, self._accumulated_passes = task, self._accumulated_passes + 1
             return
@@ -111,14 +125,14 @@ class BackwardHooks:
         # ``progress`` counts passes (one forward and one backward computation) and their fractions.
         passes = self._accumulated_passes
         progress = passes + _FORWARD_SHARE + (1 - _FORWARD_SHARE) * self._shares[self._next]
-        self._iteration.computed(progress / (passes + 1))
-        self._iteration.bucket_ready(self._next)
+        self._listener.computed(progress / (passes + 1))
+        self._listener.bucket_ready(self._next)
         self._next += 1
 
     def _ended(self) -> None:
         received, self._received = self._received, set()
         self._running, self._accumulated_passes, self._next = False, 0, 0
-        self._iteration.backward_ended(received)
+        self._listener.backward_ended(received)
 
     @property
     def unfinished(self) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,13 +25,24 @@ from offbeat.nodes.shards import unsharded
 from offbeat.training.backward_hooks import BackwardHooks
 from offbeat.training.guard import Guard
 
-if TYPE_CHECKING:
-    from offbeat.elastic.views import Views
-
 # Functions without a Python frame, for every step:
 _parameters_of = operator.itemgetter("params")
 _trains = operator.attrgetter("requires_grad")
 _synchronizes = operator.attrgetter("require_backward_grad_sync")
+
+
+class Recovery(Protocol):
+    """Begins the next view in elastic training. ``elastic.views.Views`` implements it."""
+
+    def require_current_view(self) -> None:
+        """Raise CommunicationError if a new view must begin, e.g. because a worker asks to join."""
+
+    def __call__(self, error: CommunicationError) -> bool:
+        """End this view because of ``error`` and begin the next one, or raise.
+
+        Returns True if another worker had made more progress and has sent its model to this worker.
+        The local gradients then belong to the old model, so the current step must be skipped.
+        """
 
 
 class Iteration:
@@ -47,7 +58,7 @@ class Iteration:
     Attributes:
         active: False once training has ended. The hooks then do nothing.
         guard: Context around communication. It raises if it is entered after a failure.
-        recover: The view changes of elastic training. None: a failure ends training.
+        recover: Begins the next view after a failure. None: a failure ends training.
     """
 
     def __init__(
@@ -63,7 +74,7 @@ class Iteration:
         self.active = True
         self.guard = Guard()
         self._host = worker.team.host
-        self.recover: Views | None = None
+        self.recover: Recovery | None = None
         self._failure: CommunicationError | None = None  # raised during backward, handled later
         # Indices of optimizers in this iteration:
         self._prepared: set[int] = set()  # passed to the flow, but not complete yet
