@@ -626,13 +626,6 @@ def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
 
 
-def values_of(path: Path) -> dict[str, Any] | None:
-    try:
-        return read(path)
-    except offbeat.CheckpointError:
-        return None
-
-
 @pytest.mark.parametrize("change", ["flip", "cut"])
 def test_damage_anywhere_in_a_file_is_found_or_changes_no_value(
     change: str, tmp_path: Path
@@ -647,8 +640,9 @@ def test_damage_anywhere_in_a_file_is_found_or_changes_no_value(
         damaged = bytearray(data)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged if change == "flip" else data[:place])
-        read_back = values_of(path)
-        if read_back is None:
+        try:
+            read_back = read(path)
+        except offbeat.CheckpointError:
             found += 1
         else:
             read_back["weights"] = read_back["weights"].tolist()

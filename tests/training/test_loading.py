@@ -4,9 +4,10 @@ import copy
 import io
 import pickle
 import sys
-import types
 import warnings
 from pathlib import Path
+from types import ModuleType
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
@@ -76,18 +77,14 @@ def test_a_model_loaded_in_a_consensus_is_undone() -> None:
 
 def best_at_the_end(rank: int, size: int, folder: Path) -> torch.Tensor:
     """Call the callback in the order of the Trainer, which loads the best model at its end."""
-    transformers: Any = types.ModuleType("transformers")
+    transformers: Any = ModuleType("transformers")
     transformers.TrainerCallback = object
     sys.modules["transformers"] = transformers
     from offbeat.integrations.transformers import OffbeatCallback
 
-    arguments = types.SimpleNamespace(
-        eval_on_start=False, load_best_model_at_end=True, output_dir=folder
-    )
-    state = types.SimpleNamespace(global_step=0, best_model_checkpoint="checkpoint-1")
-    stop = types.SimpleNamespace(
-        should_evaluate=False, should_save=False, should_training_stop=True
-    )
+    arguments = Namespace(eval_on_start=False, load_best_model_at_end=True, output_dir=folder)
+    state = Namespace(global_step=0, best_model_checkpoint="checkpoint-1")
+    stop = Namespace(should_evaluate=False, should_save=False, should_training_stop=True)
     model, callback = make_model(seed=rank), OffbeatCallback(offbeat.LocalSGD(period=9))
     optimizer = sgd(model)
     callback.on_train_begin(arguments, state, None, model=model, optimizer=optimizer)
