@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.checkpoint.worker_state import require_intact, sealed
+from offbeat.checkpoint.worker_state import require_format
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
@@ -161,15 +161,13 @@ class Synchronizer:
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
-                parameter of the model was replaced by another one, or the model's
-                ``load_state_dict`` was called after ``attach``. Or ``also`` was given and
+                parameter of the model was replaced by another one. Or ``also`` was given and
                 ``fully_shard`` has divided the model, or a module shares tensors with the model.
             MismatchError: another worker has given other modules as ``also``.
             TypeError: ``also`` is not a list of modules.
         """
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
-        self._iteration.require_known("consensus()")
         self._consensus.check_parameters()
         with _normal_mode():
             extra = self._consensus.tensors_of(also, "consensus(")
@@ -239,7 +237,7 @@ class Synchronizer:
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this worker as plain values for ``torch.save``.
+        """Return the state of this worker for ``torch.save``.
 
         It contains the model, the optimizers, the strategy's state and the totals. A collective:
         every worker calls this method at the same step, between two steps, and saves its result,
@@ -251,14 +249,14 @@ class Synchronizer:
         workers, and the call is not a collective.
 
         Raises:
-            CheckpointError: the strategy cannot be saved, or a value cannot be saved.
+            CheckpointError: the strategy cannot be saved.
             AttachError: after ``detach``, or in the middle of an iteration. Or inside
                 ``consensus``, if ``fully_shard`` has divided the model.
         """
         if self._finished:
-            return sealed(self._components.state.collect(whole=False))
+            return self._components.state.collect(whole=False)
         with between_steps(self, "state_dict()") as components:
-            return sealed(components.state.collect(whole=not self._iteration.shows_consensus))
+            return components.state.collect(whole=not self._iteration.shows_consensus)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a result of ``state_dict``.
@@ -268,16 +266,16 @@ class Synchronizer:
         the totals of ``stats`` continue.
 
         Raises:
-            CheckpointError: the state of a worker is damaged, or belongs to another strategy,
-                ``wire``, number of workers, rank, model, optimizer or step; or the strategy cannot
-                be saved. Raised on every worker.
+            CheckpointError: the state of a worker belongs to another strategy, ``wire``, number of
+                workers, rank, model, optimizer or step; or the strategy cannot be saved. Raised on
+                every worker.
             AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of
                 an iteration.
         """
         with between_steps(self, "load_state_dict()", loads=True) as components:
             refused = None
             try:
-                require_intact(state)
+                require_format(state)
                 components.state.check(state)
             except CheckpointError as error:
                 refused = str(error)
@@ -299,9 +297,7 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
         CheckpointError: the strategy cannot be saved and loaded. Or inside ``consensus``, and
             another worker has called ``finish``.
     """
-    require_synchronizer(sync)
-    sync._require_active(what)
-    components = sync._components
+    components = components_of(sync, what)
     iteration, consensus, recorder = components.iteration, components.consensus, sync._recorder
     shown = iteration.shows_consensus
     if components.shards is not None:
@@ -320,8 +316,6 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
             f"{iteration.flow.strategy} cannot be saved or resumed: save inside consensus(), and "
             "load that model before attach()"
         )
-    if not shown and not loads:
-        iteration.require_known(what)
     try:
         with recorder.paused(), sync._team.account.paused():
             if not shown:

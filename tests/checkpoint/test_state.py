@@ -1,17 +1,15 @@
-"""``state_dict`` and ``load_state_dict``: a wrong or damaged state is refused by all workers."""
+"""``state_dict`` and ``load_state_dict``: all workers refuse a wrong state."""
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import offbeat
 from loops import all_numbers, attach, error_of
-from offbeat.checkpoint import state as checkpoint
 from offbeat.checkpoint.worker_state import FORMAT
 from problems import OPTIMIZERS, loss_of, make_batch, make_wide, train_step
 from worlds import run
@@ -47,56 +45,29 @@ def start(rank: int, text: str, wire: str) -> Any:
     return model, optimizer, attach(model, optimizer, text, wire=wire)
 
 
-def tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict | list):
-        for one in values.values() if isinstance(values, dict) else values:
-            yield from tensors(one)
-
-
 # -- what is refused -----------------------------------------------------------------------------
 
 
-def flip(values: State) -> None:
-    """Flip one bit of the last byte of the last tensor; of a number if there is no tensor."""
-    found = [one for one in tensors(values["state"]) if one.numel()]
-    if found:
-        found[-1].reshape(-1)[-1:].view(torch.uint8)[-1] ^= 1
-    else:
-        values["stats"]["payload_bytes"] ^= 1
-
-
-def seal(values: State) -> None:
-    """Make the checksum that of the present values, as if these had been saved."""
-    values["digest"] = checkpoint.digest({k: v for k, v in values.items() if k != "digest"})
-
-
-DAMAGED = "the state does not match its checksum: it is damaged, or training has changed its"
 SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
-    "missing": (lambda s: s.pop("step"), DAMAGED),
-    "type": (lambda s: s.update(step=True), DAMAGED),
-    "bit": (flip, DAMAGED),
-    "digest": (lambda s: s.pop("digest"), DAMAGED),
     "format": (
         lambda s: s.update(format=5),
         f"the state was saved in format 5, this version reads {FORMAT}: resume with the version",
     ),
     "older": (lambda s: s.pop("format"), "this is not a state that sync.state_dict"),
     "model": (
-        lambda s: (s["description"].__setitem__(-1, "buffer 'other': shape (3,)"), seal(s)),
+        lambda s: s["description"].__setitem__(-1, "buffer 'other': shape (3,)"),
         r"saved with buffer 'other': shape \(3,\), here is (buffer|parameter) '",
     ),
     "tensors": (
-        lambda s: (s["description"].pop(), seal(s)),
+        lambda s: s["description"].pop(),
         "saved with nothing more, here is (buffer|parameter) '",
     ),
     "wire": (
-        lambda s: (s["description"].__setitem__(1, "wire 'int4'"), seal(s)),
+        lambda s: s["description"].__setitem__(1, "wire 'int4'"),
         "the state was saved with wire 'int4', here is wire '",
     ),
     "strategy": (
-        lambda s: (s["description"].__setitem__(0, "strategy BSP(9)"), seal(s)),
+        lambda s: s["description"].__setitem__(0, "strategy BSP(9)"),
         r"the state was saved with strategy BSP\(9\), here is strategy ",
     ),
 }
@@ -127,8 +98,8 @@ def load_spoiled(rank: int, size: int, text: str, wire: str, spoil: bool) -> Any
 
 @pytest.mark.sampled
 @every_row
-def test_a_damaged_state_is_refused_by_all_and_changes_nothing(text: str, wire: str) -> None:
-    """Both ranks name rank 1 and the damage, and continue training as before."""
+def test_a_wrong_state_is_refused_by_all_and_changes_nothing(text: str, wire: str) -> None:
+    """Both ranks name rank 1 and the reason, and continue training as before."""
     plain = run(load_spoiled, text, wire, False, workers=2)
     for rank, (seen, trace) in enumerate(run(load_spoiled, text, wire, True, workers=2)):
         assert torch.equal(trace, plain[rank][1])
@@ -222,7 +193,6 @@ def test_the_structure_of_a_strategy_s_state_is_checked(
         train(model, optimizer, rank, 0)
         state = sync.state_dict()
         spoil(state["state"])
-        seal(state)
         error = error_of(lambda: sync.load_state_dict(state))
         sync.finish()
         return error
@@ -347,46 +317,3 @@ def test_a_training_can_return_to_an_earlier_state(text: str, wire: str) -> None
         whole = run(gone_back, text, wire, at, False, workers=2)
         for got, want in zip(run(gone_back, text, wire, at, True, workers=2), whole, strict=True):
             assert torch.equal(got, want)
-
-
-# -- the digest ----------------------------------------------------------------------------------
-
-DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
-    values = torch.arange(6).remainder(2).to(dtype)
-    whole = checkpoint.digest(values)
-    assert checkpoint.digest(values.clone()) == whole
-    raw = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-    raw = raw.view(torch.uint8)
-    for place in range(raw.numel()):
-        for bit in range(1 if dtype == torch.bool else 8):
-            raw[place] ^= 1 << bit
-            assert checkpoint.digest(values) != whole
-            raw[place] ^= 1 << bit
-    assert checkpoint.digest(values) == whole
-
-
-def test_the_digest_depends_on_shapes_types_and_names() -> None:
-    """A view has the digest of its values. Any other difference changes the digest."""
-    values = torch.arange(6.0)
-    assert checkpoint.digest(values.view(2, 3).t()) == checkpoint.digest(
-        values.view(2, 3).t().contiguous()
-    )
-    assert checkpoint.digest(values[::2][:1]) == checkpoint.digest(torch.zeros(1))
-    conjugate = torch.tensor([1 + 2j]).conj()
-    assert checkpoint.digest(conjugate) == checkpoint.digest(torch.tensor([1 - 2j]))
-    different = [
-        *(values, values.view(2, 3), values.double(), values.view(torch.int32), torch.empty(0)),
-        *({"a": 1}, {"b": 1}, {"a": 1.0}, {"a": True}, {"a": "1"}, [1], [1, None], {}, [], None),
-        *({"a": {"b": 1}}, {"a": {}, "b": 1}, b"1", 1 + 0j),
-    ]
-    digests = [checkpoint.digest(one) for one in different]
-    assert len(set(digests)) == len(digests)
-
-
-def test_other_types_have_no_digest() -> None:
-    with pytest.raises(offbeat.CheckpointError, match=r"it\['a'\]\[1\] is a function, and a check"):
-        checkpoint.digest({"a": [1, all_numbers]})

@@ -3,7 +3,12 @@
 import copy
 import io
 import pickle
+import sys
 import warnings
+from pathlib import Path
+from types import ModuleType
+from types import SimpleNamespace as Namespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +17,10 @@ from torch import nn
 import offbeat
 from loops import attach, sgd, start
 from problems import flat, make_batch, make_model, train_step
+from workers import run
 from worlds import simulated
 
-LOADS = "after model.load_state_dict\\(\\) on an attached model"
+LOADS = r"model.load_state_dict\(\) on an attached model"
 
 
 def load_after_attach(rank: int, size: int, text: str) -> None:
@@ -36,36 +42,20 @@ def load_after_attach(rank: int, size: int, text: str) -> None:
             sync = attach(model, optimizer, text, wire="float32")
             for step in range(steps):
                 train_step(model, optimizer, make_batch(rank, step))
-            way()
-            with pytest.raises(offbeat.AttachError, match=f"rank {rank}: a training step {LOADS}"):
-                train_step(model, optimizer, make_batch(rank, 1))
-            with pytest.raises(offbeat.AttachError, match=r"consensus\(\) after|was replaced"):
-                sync.consensus().__enter__()
-            with pytest.raises(offbeat.AttachError, match=f"{LOADS}.*offbeat.load"):
-                sync.state_dict()
+            before = flat(model)
+            with pytest.raises(offbeat.AttachError, match=f"rank {rank}: {LOADS}.*offbeat.load"):
+                way()
+            assert torch.equal(flat(model), before)
+            train_step(model, optimizer, make_batch(rank, 1))
             sync.detach()
     model.load_state_dict(make_model(seed=3).state_dict())  # no longer attached
-    assert not model._load_state_dict_post_hooks
+    assert not model._load_state_dict_pre_hooks
 
 
 @pytest.mark.parametrize("text", ["bsp", "diloco:period=3", "streaming"])
 def test_a_model_loaded_after_attach_is_refused(text: str) -> None:
-    """At the next step, because ``sync.load_state_dict`` may follow."""
+    """At once. Nothing is loaded, and training can continue."""
     simulated(load_after_attach, text, workers=2)
-
-
-def load_and_finish(rank: int, size: int) -> bool:
-    model = make_model(seed=rank)
-    sync = attach(model, sgd(model), "local:period=3")
-    model.load_state_dict(make_model(seed=7).state_dict())
-    sync.finish()
-    return not model._load_state_dict_post_hooks
-
-
-def test_a_model_loaded_before_finish_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """``finish`` only warns: its mean replaces the values."""
-    assert all(simulated(load_and_finish, workers=2))
-    assert caplog.text.count("finish() after model.load_state_dict()") == 2
 
 
 def load_in_consensus(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,6 +73,32 @@ def load_in_consensus(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]
 def test_a_model_loaded_in_a_consensus_is_undone() -> None:
     for before, after in simulated(load_in_consensus, workers=2):
         assert torch.equal(before, after)
+
+
+def best_at_the_end(rank: int, size: int, folder: Path) -> torch.Tensor:
+    """Call the callback in the order of the Trainer, which loads the best model at its end."""
+    transformers: Any = ModuleType("transformers")
+    transformers.TrainerCallback = object
+    sys.modules["transformers"] = transformers
+    from offbeat.integrations.transformers import OffbeatCallback
+
+    arguments = Namespace(eval_on_start=False, load_best_model_at_end=True, output_dir=folder)
+    state = Namespace(global_step=0, best_model_checkpoint="checkpoint-1")
+    stop = Namespace(should_evaluate=False, should_save=False, should_training_stop=True)
+    model, callback = make_model(seed=rank), OffbeatCallback(offbeat.LocalSGD(period=9))
+    optimizer = sgd(model)
+    callback.on_train_begin(arguments, state, None, model=model, optimizer=optimizer)
+    train_step(model, optimizer, make_batch(rank, 0))
+    callback.on_epoch_end(arguments, state, stop)
+    callback.on_save(arguments, state, stop)
+    model.load_state_dict(make_model(seed=9).state_dict())
+    callback.on_train_end(arguments, state, stop, model=model)
+    return flat(model)
+
+
+def test_the_trainer_can_load_the_best_model_at_the_end(tmp_path: Path) -> None:
+    for end in run(best_at_the_end, tmp_path, workers=2):
+        assert torch.equal(end, flat(make_model(seed=9)))
 
 
 def copies(rank: int, size: int) -> None:

@@ -16,13 +16,15 @@ each worker.
 import contextlib
 import os
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offbeat.checkpoint.worker_state import require_intact
+from offbeat.checkpoint.state import read_values, write_values
+from offbeat.checkpoint.worker_state import require_format
 from offbeat.errors import CheckpointError
 
 _NAME = re.compile(r"(\.?)step-(\d+)(?:-(\d+))?\.rank(\d+)\.pt((?:\.partial)?)")
@@ -67,12 +69,23 @@ class Files:
     # -- writing -----------------------------------------------------------------------------------
 
     def write(self, key: CheckpointKey, contents: dict[str, Any]) -> None:
-        """Write ``contents`` to the disk under a temporary name."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self._partial(key).open("wb") as file:
-            torch.save(contents, file)
-            file.flush()
-            os.fsync(file.fileno())
+        """Write ``contents`` to the disk under a temporary name.
+
+        Raises CheckpointError, and leaves no file, if this fails or ``read`` would refuse a value.
+        """
+        partial = self._partial(key)
+        try:
+            if not torch.serialization.get_crc32_options():
+                raise CheckpointError("torch.serialization.set_crc32_options(True) is required")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                write_values(contents, file, "a checkpoint")
+                file.flush()
+                os.fsync(file.fileno())
+            read_values(partial, "a checkpoint", mmap=True)
+        except Exception as error:  # objects of the user raise errors of many types when pickled
+            self.discard(key)
+            raise CheckpointError(f"{self.path(key)} could not be written: {error}") from None
 
     def discard(self, key: CheckpointKey) -> None:
         """Delete the file with the temporary name, if it exists."""
@@ -109,12 +122,20 @@ class Files:
 def read(path: Path) -> dict[str, Any]:
     """Return the contents of a file. Their entry ``id`` is equal in all files of a checkpoint.
 
+    ``torch.save`` writes a zip archive with a CRC-32 of each record, which ``torch.load`` does not
+    compare. ``testzip`` does: it detects damage by a disk, but does not protect against an
+    attacker.
+
     Raises:
         CheckpointError: the file is damaged, was not written by ``save``, or has another format.
     """
     try:
-        contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        require_intact(contents)
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"{damaged} in it does not match its checksum")
+        contents: dict[str, Any] = read_values(path, "a checkpoint")
+        require_format(contents)
     except Exception as error:  # archive, pickle and disk raise errors of many types
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be read: {reason}") from None

@@ -19,12 +19,7 @@ import torch
 
 from offbeat.arguments import require_integer
 from offbeat.checkpoint.files import CheckpointKey, Files, read
-from offbeat.checkpoint.worker_state import (
-    Values,
-    WorkerState,
-    require_equal,
-    sealed,
-)
+from offbeat.checkpoint.worker_state import Values, WorkerState, require_equal
 from offbeat.errors import CheckpointError
 from offbeat.synchronizer import Synchronizer, between_steps, has_joined
 
@@ -79,7 +74,7 @@ def save(
     - the state of this worker, as ``sync.state_dict()`` returns it, with model and optimizers,
     - the states of the schedulers and the scaler,
     - the states of the random generators of torch, numpy, Python and this worker's GPU,
-    - ``extra``, and a checksum of all values.
+    - ``extra``.
 
     ``torch.load`` reads it with ``weights_only=True``. After a crash at any moment, either this
     checkpoint or the one before is complete.
@@ -111,22 +106,16 @@ def save(
     require_integer("keep", keep, least=1)
     with between_steps(sync, _SAVE) as components:
         state, files = components.state, Files(Path(directory), sync.rank)
-        refused, contents = None, Values()
-        try:
-            contents = sealed(
-                {
-                    **state.collect(whole=not components.iteration.shows_consensus),
-                    "arguments": _kinds(scheduler, scaler),
-                    "scheduler": [each.state_dict() for each in _as_list(scheduler)],
-                    "scaler": None if scaler is None else scaler.state_dict(),
-                    "random": _random_states(components.device),
-                    "extra": extra,
-                }
-            )
-        except CheckpointError as error:
-            refused = str(error)
+        contents = {
+            **state.collect(whole=not components.iteration.shows_consensus),
+            "arguments": _kinds(scheduler, scaler),
+            "scheduler": [each.state_dict() for each in _as_list(scheduler)],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "random": _random_states(components.device),
+            "extra": extra,
+        }
         own, token = sorted(files.checkpoints()), secrets.token_hex(8)
-        step, answers = state.agree(_SAVE, refused, contents, own, token)
+        step, answers = state.agree(_SAVE, None, contents, own, token)
         all_keys = [_as_keys(keys) for keys, _ in answers]
         # A worker without files may be one that the earlier run did not have.
         common = set.intersection(*filter(None, all_keys)) if any(all_keys) else set()
@@ -139,11 +128,11 @@ def save(
         repetitions = [n for keys in all_keys for saved_step, n in keys if saved_step == step]
         key = (step, max(repetitions, default=-1) + 1)
         contents["id"] = answers[0][1]  # rank 0's token: the same in all files of this checkpoint
+        refused = None
         try:
             files.write(key, contents)
-        except (OSError, RuntimeError) as error:
-            refused = f"{files.path(key)} could not be written: {error}"
-            files.discard(key)  # before others read that this worker has refused
+        except CheckpointError as error:
+            refused = str(error)
         try:
             state.require_all(_SAVE, refused)
         except CheckpointError:

@@ -1,17 +1,18 @@
-"""Conversion of states to plain values and back, and a checksum.
+"""Conversion of states to plain values and back, and of plain values to bytes and back.
 
 A state is a dataclass, for example that of a strategy. *Plain values* are numbers, text, tensors,
-None, and lists and dictionaries of these. ``save`` converts a dataclass to plain values, and
+None, and lists and dictionaries of these: what ``torch.load`` reads with ``weights_only=True``.
+``save`` converts a dataclass to plain values, and
 ``load`` writes them into it. The marks of ``offbeat.strategies.base`` select fields: ``transient``
 fields are never converted, and with an argument ``mark`` only the fields with this mark are.
 """
 
 import copy
 import dataclasses
-import zlib
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from typing import Any
+import pickle
+import re
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -104,70 +105,48 @@ def _is_state(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-# -- digest ----------------------------------------------------------------------------------------
+# -- plain values as bytes -------------------------------------------------------------------------
 
 
-def digest(values: Any, where: str = "it") -> int:
-    """Return the CRC-32 checksum of plain values. It does not depend on the device of tensors.
+def write_values(values: Any, file: IO[bytes], what: str) -> None:
+    """Write plain values to ``file``, with the scalars of numpy as Python's.
 
-    The checksum detects damage by a disk or a link, but does not protect against an attacker. It
-    takes about half a millisecond per megabyte.
-
-    Raises CheckpointError if a value is not plain. Allowed are also bytes, tuples, sets, dtypes,
-    OrderedDict, Counter and torch.Size, but no other subclasses of these types: ``torch.load``
-    could not read them again without executing code from the file.
+    For example, a schedule may have computed a learning rate with numpy. Raises CheckpointError if
+    a value cannot be written. ``what`` names the values in errors.
     """
-    crc = 0
-    for piece in _pieces(values, where):
-        crc = zlib.crc32(piece, crc)
-    return crc
+    try:
+        torch.save(_without_numpy(values), file)
+    except (pickle.PickleError, TypeError, AttributeError) as error:
+        raise _not_plain(what, str(error)) from None
 
 
-def _pieces(value: Any, where: str) -> Iterator[Any]:
-    if isinstance(value, Tensor):
-        yield f"tensor {value.dtype} {tuple(value.shape)};".encode()
-        yield from _tensor_bytes(value.detach())
-    elif type(value) in (dict, OrderedDict, Counter):
-        yield f"dict {len(value)};".encode()
-        for key, each in value.items():
-            yield from _pieces(key, f"a key of {where}")
-            yield from _pieces(each, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple, torch.Size):
-        yield f"list {len(value)};".encode()
-        for i, each in enumerate(value):
-            yield from _pieces(each, f"{where}[{i}]")
-    elif type(value) is set:
-        for each in value:
-            digest(each, f"an element of {where}")  # raises if it is not plain
-        yield f"set {sorted(map(repr, value))};".encode()
-    elif type(value) in (bytes, bytearray):
-        yield b"bytes;"
-        yield value
-    elif value is None or type(value) in (bool, int, float, complex, str, torch.dtype):
-        yield f"{value!r};".encode()
-    else:
-        raise CheckpointError(
-            f"{where} is a {type(value).__name__}, and a checkpoint holds numbers, text, tensors "
-            "and lists and dictionaries of them"
-        )
+def read_values(file: Path | IO[bytes], what: str, *, mmap: bool = False) -> Any:
+    """Return the plain values in ``file``, with all tensors on the CPU.
+
+    ``mmap`` is True to map a file into memory, instead of reading the tensors. Raises
+    CheckpointError if ``torch.load`` would have to execute code from the file to read a value.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise _not_plain(what, str(error)) from None
 
 
-def without_numpy(value: Any) -> Any:
+def _not_plain(what: str, message: str) -> CheckpointError:
+    """Return the error for a value that is not plain, with the reason in torch's ``message``."""
+    found = re.search(r"WeightsUnpickler error: (.*?)(?: was not an allowed|\n|$)", message)
+    reason = found[1] if found else message.partition("\n")[0]
+    return CheckpointError(
+        f"{what} can only have numbers, text, tensors, lists and dictionaries of them: {reason}"
+    )
+
+
+def _without_numpy(value: Any) -> Any:
     """Return plain values with the scalars of numpy replaced by Python's, in new containers."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is dict:
-        return {without_numpy(key): without_numpy(each) for key, each in value.items()}
+        return {_without_numpy(key): _without_numpy(each) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(without_numpy, value))
+        return type(value)(map(_without_numpy, value))
     return value
-
-
-def _tensor_bytes(value: Tensor) -> Iterator[Any]:
-    if value.layout != torch.strided:
-        value = value.to_dense()
-    value = value.resolve_conj()
-    flat = (torch.view_as_real(value) if value.is_complex() else value).resolve_neg()
-    dense = flat.cpu().contiguous()
-    # Unlike ``reshape(-1)``, this also works for a single element with another stride than 1.
-    yield dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()

@@ -17,14 +17,13 @@ import copy
 import dataclasses
 import io
 import json
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from offbeat.checkpoint.state import digest, load, save, without_numpy
+from offbeat.checkpoint.state import load, read_values, save, write_values
 from offbeat.errors import CheckpointError
 from offbeat.nodes.shards import local_parts, model_state, optimizer_state
 from offbeat.telemetry import Stats
@@ -108,7 +107,7 @@ class WorkerState:
     # -- loading -----------------------------------------------------------------------------------
 
     def check(self, values: Values) -> None:
-        """Raise CheckpointError unless this worker can load ``values``, which are intact.
+        """Raise CheckpointError unless this worker can load ``values``, whose format is right.
 
         The state of a consensus can be loaded before the first step only.
         """
@@ -203,8 +202,8 @@ class WorkerState:
         if self._sharded:
             model = model_state(self._model, model)
             saved = [optimizer_state(*each) for each in zip(optimizers, saved, strict=True)]
-        self._model.load_state_dict(model)
-        self._iteration.loaded = False  # set by hooks of the model
+        with self._iteration.forbid_steps("the load of a state"):
+            self._model.load_state_dict(model)
         for optimizer, each in zip(optimizers, saved, strict=True):
             optimizer.load_state_dict(each)
 
@@ -212,7 +211,8 @@ class WorkerState:
 
     def share(self, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
         """Add a state of the script; see ``Synchronizer.share_state``."""
-        digest(save(), "the shared state")  # raises here rather than when a worker joins
+        file = _written(save(), "the shared state")
+        read_values(file, "the shared state")  # raises here rather than when a worker joins
         self._shared.append(save)
         if len(self._shared) <= len(self._received):
             load(self._received[len(self._shared) - 1])
@@ -226,11 +226,9 @@ class WorkerState:
         # With those that ``state_dict`` leaves out. ``torch.save`` stores the others once.
         values["buffers"] = [buffer.detach() for buffer in self._model.buffers()]
         values["shared"] = [save() for save in self._shared]
-        file = io.BytesIO()
-        torch.save(without_numpy(values), file)
-        payload = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        messages = torch.tensor([payload.numel()], device="cpu"), payload
         what = "state for a worker that lacks it"
+        payload = torch.frombuffer(_written(values, what).getbuffer(), dtype=torch.uint8)
+        messages = torch.tensor([payload.numel()], device="cpu"), payload
         for handle in [
             communicator.send(message, destination=rank, tag=_TAG, what=what)
             for rank in destinations
@@ -249,14 +247,7 @@ class WorkerState:
         communicator.receive(length, source=source, tag=_TAG, what=what).wait()
         payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         communicator.receive(payload, source=source, tag=_TAG, what=what).wait()
-        file = io.BytesIO(payload.numpy().data)
-        try:
-            values = torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            raise CheckpointError(
-                f"rank {communicator.rank} cannot read the {what}: an optimizer or a state of "
-                "share_state has objects that are not numbers, text or tensors; leave them out"
-            ) from None
+        values = read_values(io.BytesIO(payload.numpy().data), f"rank {communicator.rank}: {what}")
         self._load_tensors(values)
         with torch.no_grad():
             for buffer, value in zip(self._model.buffers(), values["buffers"], strict=True):
@@ -267,21 +258,19 @@ class WorkerState:
             self._received = values["shared"]
 
 
+def _written(values: Any, what: str) -> io.BytesIO:
+    """Return a file in memory with ``values``. ``what`` names them in errors."""
+    file = io.BytesIO()
+    write_values(values, file, what)
+    file.seek(0)
+    return file
+
+
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def sealed(values: Values) -> Values:
-    """Return ``values`` with a checksum of all of them, and with numpy's scalars as Python's.
-
-    For example, a schedule may have computed a learning rate with numpy. Raises CheckpointError if
-    a value is not plain.
-    """
-    values = without_numpy(values)
-    return {**values, "digest": digest(values, "the checkpoint")}
-
-
-def require_intact(values: Any) -> None:
-    """Raise CheckpointError unless ``values`` are a state of this format with its checksum."""
+def require_format(values: Any) -> None:
+    """Raise CheckpointError unless ``values`` are a state of this format."""
     if not isinstance(values, dict) or "format" not in values:
         raise CheckpointError(
             "this is not a state that sync.state_dict() or offbeat.save() has returned or written: "
@@ -291,12 +280,6 @@ def require_intact(values: Any) -> None:
         raise CheckpointError(
             f"the state was saved in format {values['format']}, this version reads {FORMAT}: "
             "resume with the version that saved it"
-        )
-    rest = {name: value for name, value in values.items() if name not in ("digest", "id")}
-    if digest(rest, "the state") != values.get("digest"):
-        raise CheckpointError(
-            "the state does not match its checksum: it is damaged, or training has changed its "
-            "tensors since; load another one, or keep a copy.deepcopy while training continues"
         )
 
 

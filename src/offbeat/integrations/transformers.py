@@ -79,7 +79,7 @@ class OffbeatCallback(TrainerCallback):
         if self.sync is not None:  # an earlier training may have failed, even in a consensus
             self.sync.detach()
             values = copy.deepcopy(model.state_dict())  # perhaps loaded from a checkpoint
-            self._leave_consensus()
+            self._consensus.close()
             model.load_state_dict(values)
         # Each training has its own GradScaler.
         options = {"scaler": getattr(optimizer, "scaler", None), **self._options}
@@ -100,40 +100,39 @@ class OffbeatCallback(TrainerCallback):
 
     def _enter_consensus(self) -> None:
         assert self.sync is not None
-        self._leave_consensus()
+        self._consensus.close()
         self._consensus.enter_context(self.sync.consensus())
 
-    def _leave_consensus(self) -> None:
-        self._consensus.close()
-
-    def _enter_if_needed(self, control: Any) -> None:
-        if control.should_evaluate or control.should_save:
+    def _enter_if_needed(self, args: Any, control: Any) -> None:
+        loads_best = args.load_best_model_at_end and control.should_training_stop
+        if control.should_evaluate or control.should_save or loads_best:
             self._enter_consensus()
 
     @override
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._leave_consensus()
+        self._consensus.close()
 
     @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._leave_consensus()
+        self._consensus.close()
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._enter_if_needed(control)
+        self._enter_if_needed(args, control)
 
     @override
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._leave_consensus()
-        self._enter_if_needed(control)
+        self._consensus.close()
+        self._enter_if_needed(args, control)
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.sync is None:
             return
-        self._leave_consensus()  # the Trainer has saved the consensus; save the local state now
+        self._consensus.close()  # the Trainer has saved the consensus; save the local state now
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}", FOLDER)
         save(folder, self.sync, scaler=self._scaler)
+        self._enter_if_needed(args, control)
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -143,7 +142,7 @@ class OffbeatCallback(TrainerCallback):
         best = None  # copy of the best model, if the Trainer has loaded it: finish() replaces it
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = copy.deepcopy(model.state_dict())
-        self._leave_consensus()
+        self._consensus.close()
         self.sync.finish()
         if best is not None:
             with torch.no_grad():

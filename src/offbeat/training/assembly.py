@@ -25,7 +25,7 @@ from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Gradients, Strategy
 from offbeat.training.checks.consistency import copy_rank_0, describe, require_consistency
-from offbeat.training.checks.loading import LoadHooks
+from offbeat.training.checks.loading import refuse_loading
 from offbeat.training.checks.unfinished import UnfinishedWarning
 from offbeat.training.consensus import Consensus
 from offbeat.training.ddp import DDPSuppressor
@@ -114,7 +114,7 @@ class Components:
             self._make_elastic(wire, lines, min_workers)
         self.iteration.watch_backward()
         self.device = optimizers[0].parameters[0].device
-        self.hooks: list[Removable] = [ddp, LoadHooks(model, self.iteration)]
+        self.hooks: list[Removable] = [ddp, *refuse_loading(model, self.iteration)]
         self._hook_optimizers(adam_correction=adam_correction)
         if scaler is not None:
             self.hooks.append(ScalerHooks(scaler, self.iteration))
@@ -146,7 +146,7 @@ class Components:
             *(self.iteration, self.state, self.recorder.exclude_time, wire, lines),
             min_workers=min_workers,
         )
-        self.consensus.change_view = self.iteration.recover = views
+        self.iteration.recover = views
         self.iteration.guard.elastic = True
         if self.joined:
             with self.team.account.paused():

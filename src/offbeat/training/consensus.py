@@ -11,7 +11,6 @@ equal weights. It combines their buffers as those of the model.
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -22,12 +21,16 @@ from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CheckpointError, CommunicationError, EndedError
 from offbeat.nodes.shards import Shards
-from offbeat.training.checks.comparison import Comparison
+from offbeat.training.checks.comparison import (
+    checksum,
+    compare_final,
+    compare_modules,
+    warn_if_not_counted,
+)
 from offbeat.training.checks.compatibility import require_usable
 from offbeat.training.checks.consistency import copy_rank_0
 from offbeat.training.iteration import Iteration
 
-logger = logging.getLogger("offbeat")
 T = TypeVar("T")
 Snapshot = tuple[list[Tensor], list[Tensor]]
 """Values of the local model and of the local modules given as ``also``."""
@@ -37,8 +40,6 @@ class Consensus:
     """Swaps the local model for the mean over all workers, and back.
 
     Attributes:
-        change_view: Called with a CommunicationError to begin the next view. None: the training is
-            not elastic, and the error ends it.
         complete: False if a worker took part in the last consensus from ``finish``.
         ended: True if the model of this worker is the final mean. Other workers may not have the
             final mean yet.
@@ -51,8 +52,7 @@ class Consensus:
         shards: Shards | None,
     ) -> None:
         self._worker, self._iteration, self._shards = worker, iteration, shards
-        self._comparison = Comparison(worker, iteration.flow.strategy)
-        self.change_view: Callable[[CommunicationError], object] | None = None
+        self._start = 0  # checksum of the model from which training starts
         self.ended = False
         self.complete = True
         self._versions: list[int] = []  # see note_parameters
@@ -63,16 +63,15 @@ class Consensus:
             try:
                 return function()
             except CommunicationError as error:
-                if self.change_view is None or isinstance(error, EndedError):
+                if self._iteration.recover is None or isinstance(error, EndedError):
                     raise
-                self.change_view(error)
+                self._iteration.recover(error)
 
     # -- changes outside of a step ---------------------------------------------------------------
 
     def note_start(self) -> None:
         """Handle a model from which training starts or continues, equal on all workers."""
-        self._iteration.loaded = False
-        self._comparison.note_start()
+        self._start = checksum(self._worker)
         self.note_parameters()
 
     def note_parameters(self) -> None:
@@ -158,7 +157,7 @@ class Consensus:
         return self._retry(lambda: self._show(self._wait_for_all(also, finishing=False), also))
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
-        averages_also = self._comparison.compare_modules(last.wait(), also, finishing=finishing)
+        averages_also = compare_modules(self._worker, last.wait(), also, finishing=finishing)
         self.complete = not last.wait().finishing
         local = self._worker.replica.snapshot(), also.snapshot()
         try:
@@ -203,13 +202,7 @@ class Consensus:
 
     def finish(self, also: Replica) -> None:
         """Replace the model and ``also`` by the mean permanently. A collective."""
-        if self._iteration.loaded:
-            logger.warning(
-                "rank %d: finish() after model.load_state_dict() replaces the loaded values by the "
-                "mean of the workers: load after finish()",
-                self._worker.rank,
-            )
-        self._comparison.warn_if_not_counted()
+        warn_if_not_counted(self._worker, self._start)
         local = also.snapshot()
         try:
             self._retry(lambda: self._finish(also, local))
@@ -229,13 +222,13 @@ class Consensus:
                 self.restore(self._show(last, also, finishing=True), also)
             last = self._wait_for_all(also, finishing=True)
         with team.account.paused():
-            averages_also = self._comparison.compare_modules(last.wait(), also, finishing=True)
+            averages_also = compare_modules(self._worker, last.wait(), also, finishing=True)
         self._average(last, final=True)
         if averages_also:
             self._average_also(also)
         self.ended = True
         # No worker may leave before all have the final mean. If a worker is lost before that, the
         # others of an elastic training compute the mean again in a new view.
-        lost = () if self.change_view is not None else (CommunicationError,)
+        lost = () if self._iteration.recover is not None else (CommunicationError,)
         with contextlib.suppress(*lost), team.account.paused():
-            self._comparison.compare_final()
+            compare_final(self._worker, self._iteration.flow.strategy)

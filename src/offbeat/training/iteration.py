@@ -58,8 +58,6 @@ class Iteration:
     Attributes:
         active: False once training has ended. The hooks then do nothing.
         guard: Context around communication. It raises if it is entered after a failure.
-        loaded: True if ``load_state_dict`` has changed the model to values that the strategy does
-            not know.
         recover: Begins the next view after a failure. None: a failure ends training.
     """
 
@@ -73,7 +71,6 @@ class Iteration:
     ) -> None:
         self.flow, self._worker, self.node, self._wrappers = flow, worker, node, wrappers
         self._completed = completed
-        self.loaded = False
         self.active = True
         self.guard = Guard()
         self._host = worker.team.host
@@ -263,11 +260,8 @@ class Iteration:
     def _require_trainable(self, index: int) -> None:
         """Raise AttachError if a step of optimizer ``index`` would be wrong.
 
-        It has other parameters than at ``attach``, or a frozen parameter became trainable, or
-        ``loaded`` is set.
+        It has other parameters than at ``attach``, or a frozen parameter became trainable.
         """
-        if self.loaded:
-            self.require_known("a training step")
         known, groups = self._held[index], self._worker.optimizers[index].optimizer.param_groups
         held = [*chain.from_iterable(map(_parameters_of, groups))]
         if len(held) != len(known) or not all(map(operator.is_, held, known)):
@@ -405,7 +399,7 @@ class Iteration:
     def forbid_steps(self, where: str) -> Iterator[None]:
         """Context for the time in which the model is the consensus: training steps raise an error.
 
-        ``where`` is the user's call that the error names.
+        Values can be loaded into the model. ``where`` is the call that the error names.
         """
         self._forbidden = where
         try:
@@ -421,14 +415,14 @@ class Iteration:
                 "for evaluation; leave the block first"
             )
 
-    def require_known(self, what: str) -> None:
-        """Raise AttachError if ``loaded`` is set. ``what`` names the rejected call."""
-        if self.loaded:
+    def require_replaceable(self) -> None:
+        """Raise AttachError outside of ``forbid_steps``, where values are loaded into the model."""
+        if not self._forbidden:
             raise AttachError(
-                f"rank {self._worker.rank}: {what} after model.load_state_dict() on an attached "
-                "model: the strategy does not know the loaded values. To train from them, load "
-                "before attach(), or use offbeat.load() or sync.load_state_dict(); to "
-                "evaluate them, load inside consensus() or after finish()"
+                f"rank {self._worker.rank}: model.load_state_dict() on an attached model, whose "
+                "strategy would not know the loaded values. To train from them, load before "
+                "attach(), or use offbeat.load() or sync.load_state_dict(); to evaluate them, load "
+                "inside consensus() or after finish()"
             )
 
     def close(self) -> None:

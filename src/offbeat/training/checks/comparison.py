@@ -2,83 +2,82 @@
 
 import logging
 import zlib
+from typing import Any
+
+import torch
 
 from offbeat.averaging import Replica, Worker
+from offbeat.averaging.buckets import as_real
 from offbeat.averaging.votes import Vote
-from offbeat.checkpoint.state import digest
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import Strategy
 
 logger = logging.getLogger("offbeat")
 
 
-class Comparison:
-    """Finds different modules in ``also``, and changes of parameters that were not averaged."""
+def checksum(worker: Worker) -> int:
+    """Return a CRC-32 of the averaged parameters. 0 if the model is divided or has one worker."""
+    found = 0
+    if worker.team.everyone.size == 1 or worker.team.sharded:
+        return found
+    for _, parameter in worker.replica.parameters:
+        values = as_real(parameter.detach()).clone(memory_format=torch.contiguous_format)
+        content: Any = values.cpu().reshape(-1).view(torch.uint8).numpy()
+        found = zlib.crc32(content, found)
+    return found
 
-    def __init__(self, worker: Worker, strategy: Strategy) -> None:
-        self._worker, self._strategy = worker, strategy
-        self._start = 0
 
-    def note_start(self) -> None:
-        """Store a checksum of the model from which training starts."""
-        self._start = self._checksum()
+def compare_modules(worker: Worker, sums: Vote, also: Replica, *, finishing: bool) -> bool:
+    """Compare the modules ``also`` before a consensus. A collective if a worker has modules.
 
-    def _checksum(self) -> int:
-        team = self._worker.team
-        if team.everyone.size == 1 or team.sharded:
-            return 0
-        return digest([p for _, p in self._worker.replica.parameters])
+    ``sums`` is the sum of the votes of the last round. ``finishing`` is True if this worker
+    ends training. It then takes part in a consensus without modules, although it has given some
+    to ``finish``. Returns True if the modules are averaged.
 
-    def compare_modules(self, sums: Vote, also: Replica, *, finishing: bool) -> bool:
-        """Compare the modules ``also`` before a consensus. A collective if a worker has modules.
+    Raises:
+        MismatchError: the modules of two workers differ. Raised on all workers.
+    """
+    if not sums.also:
+        return False
+    text = "\n".join(also.describe())
+    digest = (zlib.crc32(text.encode()) or 1) if text else 0
+    reports = worker.team.everyone.gather_numbers(
+        [finishing, digest], what="comparison of the modules"
+    ).wait()
+    digests = [each for _, each in reports]
+    asking = [each for ended, each in reports if not ended] or digests
+    given = next((each for each in asking if each), 0)
+    if given and len(set(digests)) > 1:
+        first = digests.index(given)
+        rank = next(rank for rank, each in enumerate(digests) if each != given)
+        raise MismatchError(
+            f"rank {rank} has other modules in consensus(also=…) or finish(also=…) than rank "
+            f"{first}: give modules with equal names and shapes to both calls on every rank"
+        )
+    return bool(given)
 
-        ``sums`` is the sum of the votes of the last round. ``finishing`` is True if this worker
-        ends training. It then takes part in a consensus without modules, although it has given some
-        to ``finish``. Returns True if the modules are averaged.
 
-        Raises:
-            MismatchError: the modules of two workers differ. Raised on all workers.
-        """
-        if not sums.also:
-            return False
-        text = "\n".join(also.describe())
-        digest = (zlib.crc32(text.encode()) or 1) if text else 0
-        reports = self._worker.team.everyone.gather_numbers(
-            [finishing, digest], what="comparison of the modules"
-        ).wait()
-        digests = [each for _, each in reports]
-        asking = [each for ended, each in reports if not ended] or digests
-        given = next((each for each in asking if each), 0)
-        if given and len(set(digests)) > 1:
-            first = digests.index(given)
-            rank = next(rank for rank, each in enumerate(digests) if each != given)
-            raise MismatchError(
-                f"rank {rank} has other modules in consensus(also=…) or finish(also=…) than rank "
-                f"{first}: give modules with equal names and shapes to both calls on every rank"
-            )
-        return bool(given)
+def compare_final(worker: Worker, strategy: Strategy) -> None:
+    """Compare the models after the final mean. A collective."""
+    everyone = worker.team.everyone
+    models = everyone.gather_numbers([checksum(worker)], what="the end of training").wait()
+    differing = [str(rank) for rank, model in enumerate(models) if model != models[0]]
+    if differing and everyone.rank == 0:
+        logger.warning(
+            "finish(): the final model of rank %s differs from that of rank 0. A likely reason is "
+            "that parameters were changed outside of optimizer.step(), which %s does not average: "
+            "change them in an optimizer's step",
+            ", ".join(differing),
+            strategy,
+        )
 
-    def compare_final(self) -> None:
-        """Compare the models after the final mean. A collective."""
-        everyone = self._worker.team.everyone
-        models = everyone.gather_numbers([self._checksum()], what="the end of training").wait()
-        differing = [str(rank) for rank, model in enumerate(models) if model != models[0]]
-        if differing and everyone.rank == 0:
-            logger.warning(
-                "finish(): the final model of rank %s differs from that of rank 0. A likely reason "
-                "is that parameters were changed outside of optimizer.step(), which %s does not "
-                "average: change them in an optimizer's step",
-                ", ".join(differing),
-                self._strategy,
-            )
 
-    def warn_if_not_counted(self) -> None:
-        """Warn if a replicated model has changed since the start although no step was counted."""
-        worker = self._worker
-        if not worker.step and self._checksum() != self._start:
-            logger.warning(
-                "rank %d: 0 steps counted, although the model has changed: Offbeat counts "
-                "optimizer.step() of the attached optimizers. Use one instead of changing "
-                "parameters by hand",
-                worker.rank,
-            )
+def warn_if_not_counted(worker: Worker, start: int) -> None:
+    """Warn if no step was counted, although the model's ``checksum`` at the start differs."""
+    if not worker.step and checksum(worker) != start:
+        logger.warning(
+            "rank %d: 0 steps counted, although the model has changed: Offbeat counts "
+            "optimizer.step() of the attached optimizers. Use one instead of changing parameters "
+            "by hand",
+            worker.rank,
+        )
