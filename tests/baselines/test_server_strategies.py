@@ -102,7 +102,7 @@ def drift(rank: int, size: int, strategy: Strategy) -> tuple[Tensor, ...]:
         SSP(staleness=0),
         SSP(staleness=3),
         Downpour(push_every=2, fetch_every=3),
-        Downpour(servers=(1,)),
+        Downpour(servers=(2, 0)),
     ],
     ids=str,
 )
@@ -119,6 +119,23 @@ def test_every_update_reaches_the_server_once(strategy: Strategy) -> None:
         torch.testing.assert_close(end, want, rtol=0, atol=1e-13)
         assert torch.equal(end, results[0][2])
         assert torch.equal(seen, results[0][1])
+
+
+def late(rank: int, size: int) -> Tensor:
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, SSP(staleness=1), timeout_seconds=2)
+    for step in range(40 * rank):
+        time.sleep(0.1)
+        train_step(model, optimizer, make_batch(rank, step))
+    sync.finish()
+    return flat(model)
+
+
+def test_a_worker_at_the_end_does_not_time_out_while_others_train() -> None:
+    """The last worker trains for twice the time-out. Its requests show that it is alive."""
+    first, second = run(late, workers=2)
+    assert torch.equal(first, second)
 
 
 # -- the end, and again ---------------------------------------------------------------------------
