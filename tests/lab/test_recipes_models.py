@@ -10,8 +10,6 @@ from torch import nn
 
 from lab.standins import write_cifar, write_text
 from offbeat_lab.recipes import RECIPES, Setup, Task, find_recipe
-from offbeat_lab.recipes.datasets import TensorData
-from offbeat_lab.recipes.held_out import accuracy
 from offbeat_lab.recipes.models.resnet import resnet101
 from offbeat_lab.recipes.models.transformers import ByteTransformer, WordTransformer
 from offbeat_lab.recipes.schedules import decay_at, decay_every
@@ -170,17 +168,6 @@ def test_perplexity_of_a_uniform_guess_is_the_vocabulary(data: Path) -> None:
     words = task.model.head.out_features
     assert task.evaluate(task.model)["test perplexity"] == pytest.approx(words)
     assert task.clip_norm == 2.0
-
-
-def test_accuracies_count_the_likeliest() -> None:
-    """Top-k accuracy counts labels among the k largest logits, over uneven batches."""
-    logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0]])
-    labels = torch.tensor([0, 1, 0, 2])
-    model = nn.Linear(3, 3)
-    nn.init.eye_(model.weight)
-    nn.init.zeros_(model.bias)
-    evaluate = accuracy(TensorData(logits, labels), {"one": 1, "two": 2, "ten": 10}, batch_size=3)
-    assert evaluate(model) == {"one": 0.5, "two": 0.75, "ten": 1.0}
 
 
 # Where it trains

@@ -1,32 +1,11 @@
 """Step times measured on this machine."""
 
-import contextlib
-import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from lab import tiny
-from offbeat_lab.recipes import Setup
 from offbeat_lab.timing import step_time
-
-
-def test_the_state_is_restored_after_an_error() -> None:
-    """An interrupted measurement leaves the model and the random state of the run."""
-    task = tiny.build(Setup(workers=1, epochs=1))
-    before = [parameter.clone() for parameter in task.model.parameters()]
-    random.seed(3)
-    expected = random.Random(3).random()
-    with contextlib.suppress(KeyboardInterrupt), step_time._state_restored(task):
-        random.random()
-        with torch.no_grad():
-            next(task.model.parameters()).add_(1)
-        raise KeyboardInterrupt
-    for parameter, value in zip(task.model.parameters(), before, strict=True):
-        assert torch.equal(parameter, value)
-    assert random.random() == expected
 
 
 def test_the_step_time_is_robust_to_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
