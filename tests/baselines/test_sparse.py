@@ -1,22 +1,15 @@
 """SparseLoCo: its messages, their bytes, and buffers."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from loops import attach, close
-from offbeat_lab import SparseLoCo
+from loops import close
 from offbeat_lab.baselines.sparseloco import SparseVectors
-from problems import flat, make_wide, wide_step
 from strategies.sparse_references import largest_in_two_bits
-from worlds import run
-
-VOTE_BYTES = 8 * 8
-
 
 # -- messages of SparseLoCo ------------------------------------------------------------------------
 
@@ -73,37 +66,3 @@ def test_zeros_are_sent_as_zeros() -> None:
 
 
 # -- larger models ---------------------------------------------------------------------------------
-
-
-def wide(rank: int, size: int) -> dict[str, Any]:
-    """Train 8,833 parameters in float32, and observe the bytes and the models after each step."""
-    model = make_wide(rank, norm=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sync = attach(model, optimizer, SparseLoCo(period=3))
-    trace, sent = [flat(model)], []
-    for step in range(7):
-        wide_step(model, optimizer, rank, step)
-        trace.append(flat(model))
-        sent.append(sync.stats.payload_bytes)
-    before = [b.clone() for b in model.buffers() if b.is_floating_point()]
-    sync.finish()
-    buffers = [b.clone() for b in model.buffers() if b.is_floating_point()]
-    return {"trace": trace, "sent": sent, "before": before, "buffers": buffers, "end": flat(model)}
-
-
-def test_sparseloco_counts_the_bytes_of_its_messages() -> None:
-    """Three chunks of 2,945 elements, of which 46 are sent: 35 words of 7 bytes, and 6 levels.
-
-    Buffers are sent at the end only.
-    """
-    results = run(wide, workers=3)
-    each = 3 * 8 + math.ceil(3 * round(2945 / 64) / 4) * 7 + VOTE_BYTES
-    for result in results:
-        assert result["sent"] == [0, 0, each, each, each, 2 * each, 2 * each]
-        start, synced = result["trace"][0], result["trace"][3]
-        changed = int((synced != start).sum())
-        assert 46 * 3 <= changed <= 3 * 46 * 3  # of three workers, some entries coincide
-        assert torch.equal(synced, results[0]["trace"][3])
-        assert torch.equal(result["end"], results[0]["end"])
-        for i, buffer in enumerate(result["buffers"]):
-            close(buffer, sum(one["before"][i] for one in results) / 3, 1e-6)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,13 +18,9 @@ from benchmarks.papers import (
     speedup,
 )
 from benchmarks.papers.discrepancy import Problem
-from benchmarks.papers.runs import compare_in
 from torch import nn
 
 from benchmarking.race_results import result
-from offbeat import Compute, Network
-from offbeat_lab.job import Job
-from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.results import Result
 
 
@@ -87,22 +82,6 @@ def test_bytes_and_accuracies_of_a_data_injection_are_medians():
     ]
     (row,) = (one for one in noniid.table({"skewed": rows}).splitlines() if "local" in one)
     assert row == "| `local:period=8` |  | 90.0 (80.0–95.0), 3.0 MB |  |"
-
-
-def test_a_comparison_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The second call runs what the first one lacks, and returns the runs of the asked seeds."""
-    monkeypatch.setattr("benchmarks.papers.runs.RESULTS", tmp_path)
-    job = Job("digits", workers=2, max_steps=2, evaluations=1)
-    cluster = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
-    first = compare_in("x", job, ["bsp"], 2, cluster)
-    lines = (tmp_path / "x.jsonl").read_text().splitlines()
-    second = compare_in("x", job, ["bsp", "bsp --lr-scale 2"], 1, cluster)
-    assert (tmp_path / "x.jsonl").read_text().splitlines()[:-1] == lines
-    assert [one.job.seed for one in first["bsp"]] == [0, 1]
-    assert {method: [one.job.lr_scale for one in found] for method, found in second.items()} == {
-        "bsp": [1.0],
-        "bsp --lr-scale 2": [2.0],
-    }
 
 
 def test_delta_is_shown_for_each_tenth_of_a_run():

@@ -242,21 +242,21 @@ def snapshots_and_means(rank: int, size: int, text: str) -> tuple[list[Tensor], 
     return tensors, [tensor.detach() for tensor in own]
 
 
-def test_a_snapshot_is_averaged_as_a_consensus_combines_models() -> None:
-    """Real numbers become the mean, counters the maximum, and masks those of rank 0."""
-    results = run(snapshots_and_means, "local:period=100", workers=3)
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [("local:period=100", (1, 1, 1)), ("fedavg:period=100,weights=1/2/5", (1, 2, 5))],
+)
+def test_a_snapshot_is_averaged_as_a_consensus_combines_models(
+    text: str, weights: tuple[int, ...]
+) -> None:
+    """Real numbers become the (weighted) mean, counters the maximum, and masks those of rank 0."""
+    results = run(snapshots_and_means, text, workers=3)
     for averaged, _ in results:
         for i in range(3):
-            torch.testing.assert_close(averaged[i], sum(own[i] for _, own in results) / 3)
+            total = sum(w * own[i] for w, (_, own) in zip(weights, results, strict=True))
+            torch.testing.assert_close(averaged[i], total / sum(weights))
         assert torch.equal(averaged[3], torch.tensor(2))
         assert torch.equal(averaged[4], results[0][1][4])
-
-
-def test_a_weighted_mean_has_its_weights_in_the_snapshots() -> None:
-    results = run(snapshots_and_means, "fedavg:period=100,weights=1/2/5", workers=3)
-    for i in range(3):
-        expected = sum(w * own[i] for w, (_, own) in zip((1, 2, 5), results, strict=True)) / 8
-        torch.testing.assert_close(results[1][0][i], expected)
 
 
 def server_and_snapshot(rank: int, size: int, text: str) -> tuple[list[Tensor], list[Tensor]]:
