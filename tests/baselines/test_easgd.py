@@ -26,11 +26,6 @@ FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanosecond
 RATE = 0.05
 
 
-def by_name(model: nn.Module) -> Tensor:
-    """Return all parameters in the order of the server's vector."""
-    return torch.cat([p.detach().reshape(-1) for _, p in sorted(model.named_parameters())])
-
-
 def centre(sync: Any) -> Tensor | None:
     """Return this rank's shard of z."""
     shard = sync._iteration.flow.server.shard
