@@ -157,19 +157,6 @@ def test_a_run_is_told_while_it_trains(call: Call, monkeypatch: pytest.MonkeyPat
     assert re.search(line, out, re.MULTILINE)
 
 
-@needs_namespaces
-@pytest.mark.nightly  # tests/lab/test_cluster.py sends over shaped links, without a command
-def test_workers_on_shaped_links(call: Call, tmp_path: Path) -> None:
-    """The result has the rate, and the namespaces are gone afterwards."""
-    argv = ("compare", "digits", "-s", "local:period=4", *SHORT, "--bandwidth", "100Mbit/s")
-    code, out, err = call(*argv, "--output", str(tmp_path))
-    assert (code, err) == (0, "")
-    assert "100 Mbit/s shaped links" in one_line(table(out))
-    (result,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    assert result["link"] == "100 Mbit/s shaped links"
-    assert not offbeat_namespaces(os.getpid())
-
-
 @needs_proc
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_killed_worker_is_named(

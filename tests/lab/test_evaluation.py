@@ -72,22 +72,6 @@ def test_shares_together_are_the_whole(size: int, batch_size: int) -> None:
     }
 
 
-def test_shares_are_balanced() -> None:
-    """Batches become smaller if there are fewer batches than workers."""
-    read: list[int] = []
-
-    def count(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        read[-1] += len(batch[0])
-        return {"nothing": torch.zeros(len(batch[0]))}
-
-    model, inputs, labels = problem()
-    evaluate = HeldOut(TensorData(inputs, labels), count, batch_size=1000)
-    for rank in range(4):
-        read.append(0)
-        evaluate.share(model, rank, 4)
-    assert read == [26, 26, 26, 25]
-
-
 def test_real_numbers_add_up_to_the_same_bits() -> None:
     """The same batches give the same bits for any division. A perplexity is made of the mean."""
     model, inputs, labels = problem()

@@ -209,3 +209,17 @@ def test_the_step_time_is_the_mean_over_steps_and_workers(
     own = (6 * 1.0 + 5 * 2.0 + 10 * 4.0) / 21
     assert gathered == [None, 16 / 11, None, own]
     assert alone.step_seconds == (own + 5.0) / 2
+
+
+def test_the_step_time_is_robust_to_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds on a made-up clock. The five warm-up steps and a few long steps do not count."""
+    durations = iter([1000.0] * 5 + [6.0] * 15 + [5.0] * 13 + [90.0] * 2)
+    clock = 0.0
+
+    def train(task: Any, batch: Any) -> None:
+        nonlocal clock
+        clock += next(durations) / 1000
+
+    monkeypatch.setattr(step_time, "_train_on", train)
+    monkeypatch.setattr(step_time.time, "perf_counter", lambda: clock)
+    assert step_time.measure_recipe("tiny") == pytest.approx((0.005, 0.005, 0.006))
