@@ -124,17 +124,20 @@ def test_rounds_average_the_drawn_by_their_samples(
 def test_uneven_counts(unselected: Any, counts: list[int], seed: int) -> None:
     """A worker without new steps has weight 0, and all workers compute the same draws."""
     strategy = FedAvg(period=3, fraction=0.5, unselected=unselected, weights=(1, 2, 4), seed=seed)
-    draws = drawn_by(strategy, 3, max(counts) // 3)
-    assert {len(draw) for draw in draws} == {2}, "1.5 is rounded up"
-    late = [rank for rank in range(3) if rank not in draws[min(counts[rank] // 3, len(draws) - 1)]]
+    draws = drawn_by(strategy, 3, 6)
+    assert [len(draw) for draw in draws] == [2] * 6, "1.5 is rounded up"
+    late = [rank for rank in range(3) if rank not in draws[(counts[rank] - 1) // 3]]
     assert late, "the last steps of some worker wait for a later draw"
     trace, end = reference(strategy, counts, draws, 3)
-    for rank, result in enumerate(run(train, strategy, counts, workers=3)):
+    results = run(train, strategy, counts, workers=3)
+    rounds = max(counts) // 3
+    for rank, result in enumerate(results):
         for step, got in enumerate(result["trace"]):
             close(got, trace[step][rank])
         close(result["end"], end)
-        assert result["details"]["launches"] == len(draws), "those without an own step count"
-        assert result["details"]["drawn"] == sum(rank in draw for draw in draws)
+        assert torch.equal(result["end"], results[0]["end"])
+        assert result["details"]["launches"] == rounds, "those without an own step count"
+        assert result["details"]["drawn"] == sum(rank in draw for draw in draws[:rounds])
 
 
 @pytest.mark.parametrize("counts", [[12, 12, 12], [4, 11, 6]])
