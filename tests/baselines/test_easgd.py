@@ -12,14 +12,7 @@ import offbeat
 from loops import close
 from offbeat import Compute, Network, simulate
 from offbeat_lab.baselines.easgd import EASGD
-from problems import (
-    OPTIMIZERS,
-    flat,
-    gradient_at,
-    make_batch,
-    make_model,
-    train_step,
-)
+from problems import OPTIMIZERS, flat, gradient_at, make_batch, make_model, train_step
 from worlds import run
 
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds

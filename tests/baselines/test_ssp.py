@@ -14,14 +14,7 @@ from cells import nightly
 from loops import Sink, close
 from offbeat import Compute, Network, simulate
 from offbeat_lab import SSP, Downpour
-from problems import (
-    OPTIMIZERS,
-    bsp_reference,
-    flat,
-    make_batch,
-    make_model,
-    train_step,
-)
+from problems import OPTIMIZERS, bsp_reference, flat, make_batch, make_model, train_step
 from worlds import run
 
 STEP = 0.01

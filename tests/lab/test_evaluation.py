@@ -15,12 +15,7 @@ from offbeat.errors import CommunicationError
 from offbeat.synchronizer import snapshot_of
 from offbeat_lab import evaluator
 from offbeat_lab.compare import run_and_record
-from offbeat_lab.evaluation import (
-    average_over_workers,
-    evaluate,
-    gather,
-    storable_evaluations,
-)
+from offbeat_lab.evaluation import average_over_workers, evaluate, gather, storable_evaluations
 from offbeat_lab.events import Evaluation, Event, Waiting
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster

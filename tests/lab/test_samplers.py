@@ -23,12 +23,7 @@ from offbeat_lab.job import Job
 from offbeat_lab.recipes import Task
 from offbeat_lab.recipes.datasets import TensorData, as_samples
 from offbeat_lab.recipes.held_out import HeldOut
-from offbeat_lab.samplers import (
-    Batches,
-    PartSampler,
-    make_partition,
-    make_sampler,
-)
+from offbeat_lab.samplers import Batches, PartSampler, make_partition, make_sampler
 
 
 def task(samples: int = 60, steps: int = 7) -> Task:
