@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import offbeat
-from loops import Sink, close
+from loops import Sink, close, start
 from offbeat import LocalSGD
 from offbeat.strategies.base import Strategy
 from offbeat_lab import FedAvg
-from problems import OPTIMIZERS, PARAMETERS, Simulated, assign, flat, make_batch, make_model
+from problems import PARAMETERS, Simulated, assign, flat, make_batch
 from problems import train_step as take_step
 from worlds import run
 
@@ -24,10 +24,8 @@ VOTE_BYTES = 9 * 8
 
 def train(rank: int, size: int, strategy: Strategy, counts: Sequence[int]) -> dict[str, Any]:
     """Train from a different seed on different data, ``counts[rank]`` steps."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
     sink = Sink()
-    sync = offbeat.attach(model, optimizer, strategy, log=sink, timeout_seconds=20)
+    model, optimizer, sync = start(rank, strategy, "momentum", log=sink)
     trace = []
     for step in range(counts[rank]):
         take_step(model, optimizer, make_batch(rank, step))
@@ -252,9 +250,7 @@ BAD_STEP = 2  # the third step
 
 
 def one_is_nan(rank: int, size: int, strategy: FedAvg, bad: int, non_finite: str) -> Any:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = offbeat.attach(model, optimizer, strategy, non_finite=non_finite, timeout_seconds=20)
+    model, optimizer, sync = start(rank, strategy, non_finite=non_finite)
     text = ""
     try:
         for step in range(8):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import offbeat
 from cells import some
-from loops import attach, error_of
+from loops import attach, error_of, start
 from offbeat import Compute, Network, simulate
 from offbeat.strategies.base import Strategy
 from offbeat_lab.baselines.downpour import Downpour
@@ -37,9 +37,7 @@ EVERY: list[Strategy] = [
 
 def saved(rank: int, size: int, strategy: Strategy, folder: Path) -> Any:
     """Try to save and to load at step 3, save in a consensus, and train on to step 6."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, strategy)
+    model, optimizer, sync = start(rank, strategy, "momentum")
     for step in range(3):
         train_step(model, optimizer, make_batch(rank, step))
     before = flat(model)
@@ -122,9 +120,7 @@ def test_every_update_reaches_the_server_once(strategy: Strategy) -> None:
 
 
 def late(rank: int, size: int) -> Tensor:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, SSP(staleness=1), timeout_seconds=2)
+    model, optimizer, sync = start(rank, SSP(staleness=1), timeout_seconds=2)
     for step in range(40 * rank):
         time.sleep(0.1)
         train_step(model, optimizer, make_batch(rank, step))
@@ -179,9 +175,7 @@ PUSHING: list[Strategy] = [SSP(staleness=1), EASGD(period=2), Downpour()]
 
 
 def push_nan(rank: int, size: int, strategy: Strategy, non_finite: str) -> Any:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, strategy, non_finite=non_finite)
+    model, optimizer, sync = start(rank, strategy, "momentum", non_finite=non_finite)
 
     def loop() -> None:
         for step in range(8):
@@ -232,9 +226,7 @@ def test_a_non_finite_push_is_logged_once(
 
 
 def uneven(rank: int, size: int, strategy: Strategy) -> Any:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, strategy)
+    model, optimizer, sync = start(rank, strategy, "momentum")
     for step in range(11 + 5 * rank):
         train_step(model, optimizer, make_batch(rank, step))
         if step == 2 + 4 * rank:

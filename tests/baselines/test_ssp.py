@@ -11,20 +11,18 @@ from torch import Tensor, nn
 
 import offbeat
 from cells import nightly
-from loops import Sink, close
+from loops import Sink, close, start
 from offbeat import Compute, Network, simulate
 from offbeat_lab import SSP, Downpour
-from problems import OPTIMIZERS, bsp_reference, flat, make_batch, make_model, train_step
+from problems import bsp_reference, flat, make_batch, train_step
 from worlds import run
 
 STEP = 0.01
 
 
 def train(rank: int, size: int, strategy: SSP, kind: str, steps: Sequence[int]) -> dict[str, Any]:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS[kind](model.parameters())
     sink = Sink()
-    sync = offbeat.attach(model, optimizer, strategy, log=sink, timeout_seconds=20)
+    model, optimizer, sync = start(rank, strategy, kind, log=sink)
     trace = []
     for step in range(steps[rank]):
         train_step(model, optimizer, make_batch(rank, step))
