@@ -189,6 +189,10 @@ SIMULATION = [
         ("compare FILES/exit.py", ".*exit.py, line 1: it cannot be run: SystemExit: 3"),
         ("compare FILES/binary.py", ".*binary.py.*: it cannot be run: .*"),
         ("compare digits -s file_strategy:A", "importing .* failed: RuntimeError: of its own"),
+        (
+            "compare digits -s offbeat.strategies:A",
+            "offbeat.strategies has no strategy class 'A'; .*",
+        ),
         ("compare digits -s no_such_module:A", "cannot import 'no_such_module' .* current dir.*"),
         # plan
         (f"{NET} -n {HUGE}", f"workers must be at most 10,000, got {HUGE}"),
