@@ -7,14 +7,7 @@ import pytest
 
 import offbeat
 from offbeat.strategies import Strategy
-from offbeat_lab.baselines import (
-    EASGD,
-    SSP,
-    Downpour,
-    FedAvg,
-    PowerSGD,
-    SparseLoCo,
-)
+from offbeat_lab.baselines import EASGD, SSP, Downpour, FedAvg, PowerSGD, SparseLoCo
 from problems import OPTIMIZERS, make_model
 from worlds import run
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import workers
 import worlds
-from loops import Recorded, attach, close, sgd
+from loops import attach, close, sgd
 from offbeat_lab import PowerSGD
-from problems import flat, make_model, make_wide, train_step, wide_step
+from problems import flat, make_model
 from strategies.low_rank_reference import LowRank, first_q
-from worlds import run, simulated
+from worlds import simulated
 
 
 class Several(nn.Module):
@@ -88,37 +88,6 @@ def test_values_are_those_of_numpy(place: Callable[..., list[Any]]) -> None:
 
 
 # -- messages --------------------------------------------------------------------------------------
-
-
-def messages(rank: int, size: int, strategy: PowerSGD) -> tuple[list[int], int]:
-    """Return the bytes of the messages of two steps, and the bytes counted."""
-    model, transport = make_wide(0), Recorded()
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, strategy, group=transport)
-    transport.operations.clear()
-    for step in range(2):
-        wide_step(model, optimizer, rank, step)
-    found = [size for _, _, size in transport.operations], sync.stats.payload_bytes
-    sync.finish()
-    return found
-
-
-def test_a_step_sends_an_agreement_and_two_sums() -> None:
-    """17 numbers; P of two matrices; Q of both and the 513 other parameters."""
-    agreement, first, second = (
-        (8 + 1 + 8) * 8,
-        2 * 64 * 4 * 4,
-        (2 * 64 * 4 + 8705 - 2 * 64 * 64) * 4,
-    )
-    compressed, exact = [agreement, first, second], [agreement, 8705 * 4]
-    for strategy, expected in (
-        (PowerSGD(), compressed * 2),
-        (PowerSGD(start=1), exact + compressed),
-        (PowerSGD(rank=32), exact * 2),
-    ):
-        for sizes, payload in run(messages, strategy, workers=3):
-            assert sizes == expected
-            assert payload == sum(expected)
 
 
 # -- unusual gradients and steps -------------------------------------------------------------------
@@ -251,17 +220,3 @@ def test_a_step_that_a_scaler_skips_changes_neither_q_nor_e() -> None:
         assert torch.equal(errors[0], errors[1])
         assert errors[2].isfinite().all()
         assert not torch.equal(errors[1], errors[2])
-
-
-def test_a_non_finite_gradient_names_its_worker() -> None:
-    def fail(rank: int, size: int) -> str:
-        model = make_model(0)
-        sync = attach(model, sgd(model), "powersgd:rank=1")
-        bad = torch.full((2, 4), float("nan") if rank else 1.0, dtype=torch.float64)
-        with pytest.raises(RuntimeError) as caught:
-            train_step(model, sync._worker.optimizers[0].optimizer, (bad, bad[:, :1]))
-        sync.detach()
-        return str(caught.value)
-
-    for text in simulated(fail, workers=2):
-        assert "rank 1" in text

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import offbeat
 from cells import some
-from loops import attach, error_of
+from loops import attach, error_of, start
 from offbeat import Compute, Network, simulate
 from offbeat.strategies.base import Strategy
 from offbeat_lab.baselines.downpour import Downpour
@@ -37,9 +37,7 @@ EVERY: list[Strategy] = [
 
 def saved(rank: int, size: int, strategy: Strategy, folder: Path) -> Any:
     """Try to save and to load at step 3, save in a consensus, and train on to step 6."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, strategy)
+    model, optimizer, sync = start(rank, strategy, "momentum")
     for step in range(3):
         train_step(model, optimizer, make_batch(rank, step))
     before = flat(model)
@@ -102,7 +100,7 @@ def drift(rank: int, size: int, strategy: Strategy) -> tuple[Tensor, ...]:
         SSP(staleness=0),
         SSP(staleness=3),
         Downpour(push_every=2, fetch_every=3),
-        Downpour(servers=(1,)),
+        Downpour(servers=(2, 0)),
     ],
     ids=str,
 )
@@ -119,6 +117,21 @@ def test_every_update_reaches_the_server_once(strategy: Strategy) -> None:
         torch.testing.assert_close(end, want, rtol=0, atol=1e-13)
         assert torch.equal(end, results[0][2])
         assert torch.equal(seen, results[0][1])
+
+
+def late(rank: int, size: int) -> Tensor:
+    model, optimizer, sync = start(rank, SSP(staleness=1), timeout_seconds=2)
+    for step in range(40 * rank):
+        time.sleep(0.1)
+        train_step(model, optimizer, make_batch(rank, step))
+    sync.finish()
+    return flat(model)
+
+
+def test_a_worker_at_the_end_does_not_time_out_while_others_train() -> None:
+    """The last worker trains for twice the time-out. Its requests show that it is alive."""
+    first, second = run(late, workers=2)
+    assert torch.equal(first, second)
 
 
 # -- the end, and again ---------------------------------------------------------------------------
@@ -162,9 +175,7 @@ PUSHING: list[Strategy] = [SSP(staleness=1), EASGD(period=2), Downpour()]
 
 
 def push_nan(rank: int, size: int, strategy: Strategy, non_finite: str) -> Any:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, strategy, non_finite=non_finite)
+    model, optimizer, sync = start(rank, strategy, "momentum", non_finite=non_finite)
 
     def loop() -> None:
         for step in range(8):
@@ -215,9 +226,7 @@ def test_a_non_finite_push_is_logged_once(
 
 
 def uneven(rank: int, size: int, strategy: Strategy) -> Any:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, strategy)
+    model, optimizer, sync = start(rank, strategy, "momentum")
     for step in range(11 + 5 * rank):
         train_step(model, optimizer, make_batch(rank, step))
         if step == 2 + 4 * rank:

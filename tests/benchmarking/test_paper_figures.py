@@ -1,8 +1,7 @@
 """Computations behind the papers' figures, on cases worked out by hand."""
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from benchmarks.papers import (
     curvature,
     delta,
     densities,
+    discrepancy,
     distances,
     exponents,
     noniid,
@@ -19,13 +19,9 @@ from benchmarks.papers import (
     speedup,
 )
 from benchmarks.papers.discrepancy import Problem
-from benchmarks.papers.runs import compare_in
 from torch import nn
 
 from benchmarking.race_results import result
-from offbeat import Compute, Network
-from offbeat_lab.job import Job
-from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.results import Result
 
 
@@ -89,22 +85,6 @@ def test_bytes_and_accuracies_of_a_data_injection_are_medians():
     assert row == "| `local:period=8` |  | 90.0 (80.0–95.0), 3.0 MB |  |"
 
 
-def test_a_comparison_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The second call runs what the first one lacks, and returns the runs of the asked seeds."""
-    monkeypatch.setattr("benchmarks.papers.runs.RESULTS", tmp_path)
-    job = Job("digits", workers=2, max_steps=2, evaluations=1)
-    cluster = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
-    first = compare_in("x", job, ["bsp"], 2, cluster)
-    lines = (tmp_path / "x.jsonl").read_text().splitlines()
-    second = compare_in("x", job, ["bsp", "bsp --lr-scale 2"], 1, cluster)
-    assert (tmp_path / "x.jsonl").read_text().splitlines()[:-1] == lines
-    assert [one.job.seed for one in first["bsp"]] == [0, 1]
-    assert {method: [one.job.lr_scale for one in found] for method, found in second.items()} == {
-        "bsp": [1.0],
-        "bsp --lr-scale 2": [2.0],
-    }
-
-
 def test_delta_is_shown_for_each_tenth_of_a_run():
     """A Δ that is not defined does not count."""
     found = delta.pieces({"change": [None, *([0.5] * 9), *([0.1] * 89), 0.3]})
@@ -137,32 +117,64 @@ def test_power_iteration_finds_the_largest_eigenvalue():
     assert curvature.largest_eigenvalue(loss, [x]) == pytest.approx(-5.0)
 
 
-def apart() -> Problem:
-    """One parameter at 0; worker n's gradient is always n."""
+def constant(gradient: Callable[[int], list[float]]) -> Problem:
+    """Parameters at 0; the gradient of each worker is always the same."""
 
     class Point(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.x = nn.Parameter(torch.zeros(1))
+            self.x = nn.Parameter(torch.zeros(len(gradient(0))))
 
     def batches(workers: int, rank: int, seed: int) -> Iterator[torch.Tensor]:
         while True:
-            yield torch.tensor([float(rank)])
+            yield torch.tensor(gradient(rank))
 
     return Problem(Point, batches, lambda model, batch: (model.x * batch).sum(), 0.5)
+
+
+LINEAR = constant(lambda rank: [1.0, float(rank)])
+APART = constant(lambda rank: [float(rank)])
+
+
+@pytest.mark.parametrize("staleness", [2, 4, 8])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_distance_is_that_of_all_own_steps(staleness: int, workers: int):
+    """Just before a reset: τ steps of 0.5·|n − mean(n)|, not the τ/2 that are left after it."""
+    found = discrepancy.distances(LINEAR, workers=workers, staleness=staleness, steps=32, seed=0)
+    apart = sum(abs(n - (workers - 1) / 2) for n in range(workers)) / workers
+    assert found == pytest.approx(
+        {"early": staleness * 0.5 * apart, "late": staleness * 0.5 * apart}
+    )
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_gradient_delay_grows_with_the_workers(workers: int):
+    """Worker k is N − 1 − k steps of 0.5 behind the newest: (N − 1)/2 on average."""
+    found = discrepancy.gradient_delay(LINEAR, workers=workers, steps=40, seed=0)
+    assert found == pytest.approx({"early": (workers - 1) / 4, "late": (workers - 1) / 4})
+
+
+def test_the_two_extremes_of_gradient_delay():
+    assert discrepancy.equal_gradients(5) == 2.0
+    assert discrepancy.independent_gradients(3) == pytest.approx((1 + math.sqrt(2)) / 3)
+
+
+def test_a_slope_is_the_exponent():
+    assert discrepancy.slope([1, 2, 4], [3, 6, 12]) == pytest.approx(1)
+    assert discrepancy.slope([1, 2, 4], [5, 5, 5]) == pytest.approx(0)
 
 
 @pytest.mark.parametrize("method", ["local SGD", "async"])
 def test_distances_are_those_before_a_reset(method: str):
     """After τ = 4 own steps of 0.5·n each, the mean over n = 0…3 of |n − 1.5|."""
-    found = distances.distances(method, workers=4, staleness=4, seed=0, steps=16, problem=apart())
+    found = distances.distances(method, workers=4, staleness=4, seed=0, steps=16, problem=APART)
     assert found == pytest.approx({"mean": 4 * 0.5 * 1.0})
 
 
 @pytest.mark.parametrize("staleness", [2, 4])
 def test_the_distance_to_the_common_model_is_that_of_all_own_steps(staleness: int):
     """τ steps of 0.5·n each: 0.75 τ on average over n = 0…3, and 0.5 τ to the mean."""
-    found = exponents.distances(apart(), workers=4, staleness=staleness, steps=16, seed=0)
+    found = exponents.distances(APART, workers=4, staleness=staleness, steps=16, seed=0)
     expected = {"to the mean": 0.5 * staleness, "to the common model": 0.75 * staleness}
     assert found == {"early": pytest.approx(expected), "late": pytest.approx(expected)}
 

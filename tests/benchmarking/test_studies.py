@@ -63,18 +63,6 @@ def test_faster_workers_take_more_of_an_uneven_cell(
 
 
 @pytest.mark.usefixtures("small")
-def test_an_interrupted_cell_continues(tmp_path: Path) -> None:
-    """The second call runs what the first one lacks: here nothing but the missing line."""
-    cell = Cell("headline", "mlp", "50Mbit/s")
-    run(cell, folder=tmp_path)
-    lines = cell.path(tmp_path).read_text().splitlines(keepends=True)
-    cell.path(tmp_path).write_text("".join(lines[:-1]))
-    run(cell, folder=tmp_path)
-    assert cell.path(tmp_path).read_text().splitlines(keepends=True)[:-1] == lines[:-1]
-    assert len(read_results(cell.path(tmp_path), trials=True)) == len(lines)
-
-
-@pytest.mark.usefixtures("small")
 def test_other_studies_use_the_settings_that_tuning_chose(tmp_path: Path) -> None:
     """With three trials a rate twice or half as large may be chosen, and no other setting."""
     run(Cell("headline", "mlp", "50Mbit/s"), folder=tmp_path)

@@ -11,10 +11,7 @@ import typer
 
 from cli.commands import Call, ended
 from offbeat import cli
-from offbeat.cli import elastic, lists, plan
 from offbeat_lab.cli import commands as lab_commands
-from offbeat_lab.cli import lists as lab_lists
-from offbeat_lab.cli import runs
 from offbeat_lab.options import Panel
 
 HELP = """
@@ -94,16 +91,6 @@ def test_the_shell_completes_without_torch() -> None:
     )
     assert (code, err) == (0, "")
     assert json.loads(out) == [[*offered.values()], False]
-
-
-@pytest.mark.parametrize("command", cli.commands, ids=lambda one: one.__name__)
-def test_a_command_and_its_implementation_have_the_same_parameters(command: object) -> None:
-    """The function of the same name in another module takes what the declaration declares."""
-    declared = inspect.unwrap(command)  # type: ignore[arg-type]
-    modules = runs, plan, lists, lab_lists, elastic
-    candidates = [vars(module).get(declared.__name__) for module in modules]
-    (function,) = (one for one in candidates if inspect.isfunction(one))
-    inspect.signature(function).bind(**dict.fromkeys(inspect.signature(declared).parameters))
 
 
 def test_compare_has_at_most_30_options() -> None:

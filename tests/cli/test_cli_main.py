@@ -69,24 +69,6 @@ def test_examples_of_the_help_are_accepted(command: str, call: Call) -> None:
         assert any("--simulate" in example for example in examples)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("compare", "recipe"),
-        ("compare digits --workers two", "--workers"),
-        ("compare digits --nope", "--nope"),
-        ("compare digits --wire int1", "--wire"),
-        ("nope", "nope"),
-    ],
-)
-def test_mistakes_in_options_name_the_option(argv: str, words: str, call: Call) -> None:
-    """An error of the parser is exit code 2, and the message names the option."""
-    code, out, err = call(*argv.split())
-    assert (code, out) == (2, "")
-    assert words in err.lower()
-    assert "Traceback" not in err
-
-
 def test_a_mistake_of_a_real_process() -> None:
     """``python -m offbeat.cli`` ends with 2 and prints one line."""
     code, out, err = ended(*COMMAND, "compare", "nope")

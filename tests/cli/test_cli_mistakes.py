@@ -62,13 +62,6 @@ JOB = [
     ("--lr-scale 0", "lr-scale must be positive and finite, got 0.0"),
     ("--sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
     ("-s selsync:delta=-1", "delta must be at least 0 .*, got -1"),
-    ("-s selsync:delta=high", "delta must be a number, got 'high'"),
-    (
-        "-s selsync:dleta=1",
-        r"selsync has no setting 'dleta' \(did you mean 'delta'\?\); it has delta, .*",
-    ),
-    ("-s selsync:delta", ".*'delta' is not of the form setting=value"),
-    ("-s local", ".*period.*"),
     ("--data /no/where -s local:period=0", "period must be at least 1.*, got 0"),
     ("--workers 0", "workers must be at least 1, got 0"),
     ("--epochs 0", "epochs must be positive and finite, got 0.0"),
@@ -152,6 +145,8 @@ SIMULATION = [
         ("compare digits --bandwidth 0.1bit/s", "links can be shaped to between .*, got 0.1 bit/s"),
         # things that do not go together
         ("compare digits -s bsp -s bsp", "'bsp' is given twice"),
+        ("compare digits -s bsp -s 'bsp --wire float32'", ".* are the same; leave one out, .*"),
+        ("compare digits -s 'bsp --wire int8' -s bsp -s 'bsp --lr-scale=0'", "lr-scale must .*"),
         (
             "compare digits -s local:period=8 -s local:period=8,warmup_steps=0",
             "'local:period=8,warmup_steps=0' and 'local:period=8' are the same; leave one out, .*",
@@ -194,12 +189,21 @@ SIMULATION = [
         ("compare FILES/exit.py", ".*exit.py, line 1: it cannot be run: SystemExit: 3"),
         ("compare FILES/binary.py", ".*binary.py.*: it cannot be run: .*"),
         ("compare digits -s file_strategy:A", "importing .* failed: RuntimeError: of its own"),
+        (
+            "compare digits -s offbeat.strategies:A",
+            "offbeat.strategies has no strategy class 'A'; .*",
+        ),
+        ("compare digits -s no_such_module:A", "cannot import 'no_such_module' .* current dir.*"),
         # plan
         (f"{NET[:-5]}1GB/s", BANDWIDTH),
         ("plan --bandwidth 5gbit --step-time 1ms", "Missing option '--parameters'."),
         ("plan --parameters 25M --step-time 1s", "Missing option '--bandwidth'."),
         (f"{NET} -s ideal", "plan has formulas for bsp, .*, and none for ideal: .* --simulate"),
         (f"{NET} -s selsync:delta=0.3", "plan needs target_lssr, .*"),
+        # the parser
+        ("compare", "Missing argument 'recipe'."),
+        ("compare digits --workers two", "Invalid value for '--workers' .*"),
+        ("nope", "No such command 'nope'."),
         # run and store
         ("run --workers 2", r"Missing argument '(?i:script)'\."),
         ("run FILES/exit.py", "Missing option .*--workers.*"),
@@ -272,13 +276,6 @@ def test_shaped_links_are_refused_where_they_cannot_be(
     assert re.fullmatch("error: no shaped links here: network namespaces need .*\n", err)
 
 
-@pytest.fixture
-def launched(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the variables of one of two processes of torchrun."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_half_of_a_launcher_is_a_mistake(
     name: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
@@ -290,18 +287,6 @@ def test_half_of_a_launcher_is_a_mistake(
     assert re.fullmatch(f"error: {name} is set and (RANK|WORLD_SIZE) is not: set both, .*\n", err)
 
 
-def test_the_same_strategy_over_two_wires_is_two(
-    idle_call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its default wire makes no difference; another wire does."""
-    code, _, err = idle_call("compare", "digits", "-s", "bsp", "-s", "bsp --wire float32")
-    assert (code, "are the same" in err) == (2, True)
-    two = ("-s", "bsp --wire int8", "-s", "bsp")
-    code, _, err = idle_call("compare", "digits", *two, "-s", "bsp --lr-scale=0")
-    assert (code, err) == (2, "error: lr-scale must be positive and finite, got 0.0\n")
-
-
-@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -311,7 +296,11 @@ def test_the_same_strategy_over_two_wires_is_two(
         ("compare digits -s bsp --simulate", ".* simulates all workers in one process: .*"),
     ],
 )
-def test_torchrun_has_its_own_workers_and_links(argv: str, message: str, idle_call: Call) -> None:
+def test_torchrun_has_its_own_workers_and_links(
+    argv: str, message: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     code, out, err = idle_call(*argv.split())
     assert (code, out) == (2, "")
     assert re.fullmatch(f"error: {message}\n", err)

@@ -10,6 +10,8 @@ from cli.commands import Call
 from offbeat.cli import view
 
 SAVED = Path(__file__).parents[1] / "lab" / "results.jsonl"
+TRIAL = json.loads(SAVED.read_text(encoding="utf-8").splitlines()[0])
+TRIAL["trial"] = {"method": "bsp", "budget": 3}
 SHORT = ("--workers", "2", "--max-steps", "2", "--evaluations", "2")
 VIRTUAL = ("--simulate", "--step-time", "20ms", "--bandwidth", "200mbit", "--slow", "1=2")
 
@@ -74,19 +76,11 @@ def test_tuning_from_the_command_line(call: Call, tmp_path: Path) -> None:
     assert {"ideal", "local:period=8"} <= {one["label"] for one in told[6:]}
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "at most 3 trials per method and the seed 0" in page
+    assert call("report", str(path))[0] == 0
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == page
     code, out, err = call(*argv)
     assert (code, err) == (0, "")
     assert out.startswith(f"runs in the results already: {len(told)} of at most ")
-    (tmp_path / "report.html").unlink()
-    assert call("report", str(path))[0] == 0
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == page
-
-
-def test_trials_alone_have_no_page(call: Call, tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    line = json.loads(SAVED.read_text(encoding="utf-8").splitlines()[0])
-    path.write_text(json.dumps(line | {"trial": {"method": "bsp", "budget": 3}}) + "\n")
-    assert call("report", str(path)) == (2, "", f"error: {path} holds no result of a comparison\n")
 
 
 def test_a_page_is_made_of_older_results(call: Call, tmp_path: Path) -> None:
@@ -102,6 +96,7 @@ def test_a_page_is_made_of_older_results(call: Call, tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "results.jsonl holds no result of a comparison"),
+        (json.dumps(TRIAL), "results.jsonl holds no result of a comparison"),
         ('{"a": 1}\n', "results.jsonl, line 1, is not a result: KeyError: 'job'"),
         (None, "results.jsonl, which does not exist"),
     ],

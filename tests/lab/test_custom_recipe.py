@@ -80,11 +80,6 @@ def test_processes_and_simulator_agree(spirals: Path) -> None:
         assert one.metric == one.metrics["accuracy"] == pytest.approx(other.metric, abs=2 / 1000)
 
 
-def test_it_is_measured(spirals: Path) -> None:
-    low, seconds, high = measure_recipe("spirals.py")
-    assert 0 < low <= seconds <= high
-
-
 def test_a_changed_file_is_executed_again(spirals: Path) -> None:
     assert find_recipe("spirals.py").target == 0.95
     spirals.write_text(CODE.replace("target=0.95", "target=0.5"))

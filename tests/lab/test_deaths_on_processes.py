@@ -1,6 +1,5 @@
 """Runs on real processes whose scenario kills workers and starts new ones."""
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,20 +8,22 @@ from typing import Any
 
 import pytest
 
+from cells import nightly
 from cli.commands import alive
 from lab.test_cluster import needs_namespaces
 from offbeat_lab.compare import run_and_record
-from offbeat_lab.events import Event, Start, Step
+from offbeat_lab.events import Event, Step
 from offbeat_lab.job import LEASED, Job
-from offbeat_lab.launch import processes
 from offbeat_lab.launch.processes import WorkerError
 from offbeat_lab.launch.runners import Loopback, ShapedLinks
 from offbeat_lab.scenario import Scenario, ScenarioEvent
 
 WORKERS, EPOCHS, SAMPLES, BATCH = 3, 16, 96, 4
-DEATH, JOIN = 0.6, 0.8  # seconds
-EVENTS = (ScenarioEvent(DEATH, worker=1, alive=False), ScenarioEvent(JOIN, worker=3, alive=True))
-LATE = 0.3  # seconds that a busy machine may need for an event of the timetable
+EVENTS = (
+    ScenarioEvent(0.6, worker=1, alive=False),
+    ScenarioEvent(0.8, worker=3, alive=True),
+    ScenarioEvent(600.0, worker=4, alive=True),
+)
 
 RECIPE = f"""
 import multiprocessing, os, time
@@ -82,25 +83,6 @@ def job(tmp_path: Path) -> Job:
     )
 
 
-@pytest.fixture
-def changed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """Return the times at which processes were started and killed."""
-    times: list[tuple[str, float]] = []
-
-    def watch(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def watched(*arguments: Any, **options: Any) -> Any:
-            times.append((name, time.monotonic()))
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, watched)
-
-    watch(processes._Run, "start")
-    watch(processes, "_kill")
-    return times
-
-
 def recorded(folder: Path) -> tuple[list[int], dict[int, list[float]]]:
     """Return the ids of the processes, and the samples that each one has used, by rank."""
     pids, used = list[int](), dict[int, list[float]]()
@@ -124,28 +106,13 @@ def run(job: Job, on_event: Callable[[Event], None] = lambda event: None) -> Any
         assert not [pid for pid in pids if alive(pid)]
 
 
-@pytest.mark.quiet
-@pytest.mark.parametrize("strategy", ["streaming", "bsp"])
-def test_no_sample_is_missing_and_the_times_are_those_of_the_scenario(
-    strategy: str, job: Job, changed: list[tuple[str, float]], tmp_path: Path
-) -> None:
-    """384 batches of 20 ms, by 3 workers until 0.6 s, then by 2, and by 3 from 0.8 s on.
+@pytest.mark.parametrize("strategy", [*nightly(["streaming"]), "bsp"])
+def test_no_sample_is_missing(strategy: str, job: Job, tmp_path: Path) -> None:
+    """Only the dead worker's samples are used again. The new worker takes its share of the rest.
 
-    Only the dead worker's samples are used again. The new one takes its share of the rest.
+    The join at the end of EVENTS is not due when the training ends.
     """
-    started: list[float] = []
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Start):
-            started.append(time.monotonic())
-
-    result = run(job.under(strategy), listen)
-    (start,) = started
-    during = [(what, at - start) for what, at in changed if at > start]
-    assert [what for what, _ in during[:2]] == ["_kill", "start"]
-    for (_, at), event in zip(during, EVENTS, strict=False):
-        assert event.at <= at < event.at + LATE
-
+    result = run(job.under(strategy))
     _, used = recorded(tmp_path)
     assert sorted(used) == [0, 1, 2, 3]
     counts = Counter(sample for own in used.values() for sample in own)
@@ -153,14 +120,7 @@ def test_no_sample_is_missing_and_the_times_are_those_of_the_scenario(
     assert min(counts.values()) == EPOCHS
     again = +Counter({sample: count - EPOCHS for sample, count in counts.items()})
     assert again <= Counter(used[1][-10 * BATCH :])
-    assert len(used[1]) <= BATCH * (DEATH + LATE) / 0.02
-    assert len(used[3]) > len(used[1])
-
     assert [point.step for point in result.points] == [8 * (1 + i) for i in range(16)]
-    seconds = [point.seconds for point in result.points]
-    assert seconds == sorted(seconds)
-    least = (384 - 3 * DEATH / 0.02 - 2 * (JOIN - DEATH) / 0.02) / 3 * 0.02 + JOIN
-    assert 0.95 * least < seconds[-1] < time.monotonic() - start
     steps = [stats.steps for stats in result.stats]
     for rank in (0, 2):
         assert steps[rank] == len(used[rank]) // BATCH
@@ -176,11 +136,11 @@ def test_another_death_fails(job: Job) -> None:
         run(job)
 
 
-def test_ctrl_c_ends_all_workers(job: Job, changed: list[tuple[str, float]]) -> None:
+def test_ctrl_c_ends_all_workers(job: Job, tmp_path: Path) -> None:
     """Those that joined, too."""
 
     def interrupt(event: Event) -> None:
-        if isinstance(event, Step) and len([w for w, _ in changed if w == "start"]) > WORKERS:
+        if isinstance(event, Step) and (tmp_path / "rank3").exists():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -191,7 +151,7 @@ def test_ctrl_c_ends_all_workers(job: Job, changed: list[tuple[str, float]]) -> 
 @pytest.mark.nightly  # four processes import torch
 def test_workers_die_and_join_on_shaped_links(job: Job, tmp_path: Path) -> None:
     """A worker that comes back has the node that it had."""
-    events = (EVENTS[0], ScenarioEvent(JOIN, worker=1, alive=True))
+    events = (EVENTS[0], ScenarioEvent(0.8, worker=1, alive=True))
     job = replace(job, epochs=60, scenario=str(Scenario(events)))
     with ShapedLinks(WORKERS, 1e8) as links:
         run_and_record(job, lambda event: None, links)

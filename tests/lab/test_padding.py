@@ -108,41 +108,28 @@ def test_late_steps_are_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch) -
     assert clock.sleeps[1] == 0.0
 
 
-def test_stragglers_take_as_long_as_in_the_simulator(
+def test_planned_times_are_those_of_the_simulator(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock.measure(monkeypatch, 1e-9, 0.0)
-
-    def train() -> float:
-        task, one = padded(clock, 10.0, jitter=0.3, slowdown={1: 2.0}, seed=5, rank=1)
-        for _ in range(4):
-            task.loss(task.model, 0.0)
-        return one.planned_seconds
-
-    compute = Compute(10.0, jitter=0.3, slowdown={1: 2.0})
-    expected = [compute.seconds(1, step, 0.0, 5) for step in range(4)]
-    assert on_one_worker(train) == pytest.approx(sum(expected))
-    assert clock.sleeps == pytest.approx(expected)
-
-
-def test_planned_times_change_with_the_time_since_the_first_step(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Twice as slow from 20 s on, and as usual from 50 s on."""
+    """With jitter, and a worker that is twice as slow from 20 s after the first step to 50 s."""
     clock.measure(monkeypatch, 1e-9, 0.0)
 
     def slowdown(rank: int, step: int, now: float) -> float:
-        assert rank == 0
+        assert rank == 1
         return 2.0 if 20 <= now < 50 else 1.0
 
-    def train() -> None:
-        task, _ = padded(clock, 10.0, slowdown=slowdown)
+    def train() -> float:
+        task, one = padded(clock, 10.0, jitter=0.3, slowdown=slowdown, seed=5, rank=1)
         clock.seconds += 100.0
         for _ in range(6):
             task.loss(task.model, 0.0)
+        return one.planned_seconds
 
-    on_one_worker(train)
-    assert clock.sleeps == pytest.approx([10, 10, 20, 20, 10, 10])
+    compute, expected = Compute(10.0, jitter=0.3, slowdown=slowdown), list[float]()
+    for step in range(6):
+        expected.append(compute.seconds(1, step, sum(expected), 5))
+    assert on_one_worker(train) == pytest.approx(sum(expected))
+    assert clock.sleeps == pytest.approx(expected)
 
 
 def test_a_worker_that_joins_has_the_measurement_and_the_clock_of_another(

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_lab.partition import partition_by_label, partition_dirichlet, round_shares
+from offbeat_lab.partition import partition_by_label, partition_dirichlet
 
 few = settings(deadline=None, max_examples=30)
 labels_of = st.lists(st.integers(-3, 5), min_size=1, max_size=80)
@@ -131,29 +131,6 @@ def test_tiny_alpha_gives_each_label_to_one_worker(alpha: float) -> None:
     assert (shares > 0).sum(axis=1) == pytest.approx([500] * 4, abs=100)
 
 
-@few
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 50), st.lists(st.integers(0, 9), min_size=3, max_size=3)),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_rounding_is_by_largest_remainder(rows: list[tuple[int, list[int]]]) -> None:
-    """Rows keep their sums, and entries rounded up have the largest remainders."""
-    totals = np.array([total for total, _ in rows])
-    weights = np.array([[w + 0.125 for w in weights] for _, weights in rows])
-    shares = weights / weights.sum(axis=1, keepdims=True)
-    sizes = round_shares(shares, totals, np.random.default_rng(0))
-    for total, share, size in zip(totals.tolist(), shares, sizes.tolist(), strict=True):
-        exact = [float(s) * total for s in share]
-        assert sum(size) == total
-        up = [e - int(e) for e, n in zip(exact, size, strict=True) if n > int(e)]
-        down = [e - int(e) for e, n in zip(exact, size, strict=True) if n == int(e)]
-        assert len(up) + len(down) == len(size)
-        assert not up or not down or min(up) >= max(down)
-
-
 LABELS = [index % 7 for index in range(200)]
 
 
@@ -188,35 +165,27 @@ def test_parts_of_published_results(divide: Any, settings: Any, parts: list[list
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("divide", "arguments", "message"),
     [
-        ((LABELS, 3, 2), "3 workers with 2 labels each hold at most 6 of the 7 labels; raise "
-         "labels_per_worker to 3 or workers to 4"),
-        ((LABELS, 3, 8), "at most the number of different labels, which is 7, got 8"),
-        ((LABELS, 3, 0), "labels_per_worker must be at least 1, got 0"),
-        (([0, 0, 1, 1], 3, 2), "3 workers with 2 labels each need 6 holders of labels, but labels "
-         "with few samples allow only 4; lower"),
+        (by_label, (LABELS, 3, 2), "3 workers with 2 labels each hold at most 6 of the 7 labels; "
+         "raise labels_per_worker to 3 or workers to 4"),
+        (by_label, (LABELS, 3, 8), "at most the number of different labels, which is 7, got 8"),
+        (by_label, (LABELS, 3, 0), "labels_per_worker must be at least 1, got 0"),
+        (by_label, ([0, 0, 1, 1], 3, 2), "3 workers with 2 labels each need 6 holders of labels, "
+         "but labels with few samples allow only 4; lower"),
+        (dirichlet, (LABELS, 3, 0.0), "alpha must be positive and finite, got 0.0"),
+        (dirichlet, (LABELS, 3, float("inf")), "alpha must be positive and finite, got inf"),
+        (dirichlet, (LABELS, 3, float("nan")), "alpha must be positive and finite, got nan"),
+        (dirichlet, ([0, 1], 3, 1.0), "3 workers need 3 samples, got 2"),
+        (dirichlet, (LABELS, 8, 1e-9), "none of 1000 draws gave each of 8 workers a sample with "
+         "alpha=1e-09; raise alpha or lower workers"),
     ],
 )  # fmt: skip
-def test_impossible_label_partitions_say_what_to_change(arguments: Any, message: str) -> None:
+def test_impossible_partitions_say_what_to_change(
+    divide: Any, arguments: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        by_label(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((LABELS, 3, 0.0), "alpha must be positive and finite, got 0.0"),
-        ((LABELS, 3, float("inf")), "alpha must be positive and finite, got inf"),
-        ((LABELS, 3, float("nan")), "alpha must be positive and finite, got nan"),
-        (([0, 1], 3, 1.0), "3 workers need 3 samples, got 2"),
-        ((LABELS, 8, 1e-9), "none of 1000 draws gave each of 8 workers a sample with alpha=1e-09; "
-         "raise alpha or lower workers"),
-    ],
-)  # fmt: skip
-def test_impossible_dirichlet_partitions_say_what_to_change(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dirichlet(*arguments)
+        divide(*arguments)
 
 
 def test_labels_are_integers() -> None:

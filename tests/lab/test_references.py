@@ -128,20 +128,6 @@ def test_all_workers_end_with_one_model(text: str, runs: list[dict[str, Run]]) -
     assert last == pytest.approx(tiny.size_of(one.buffers), abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("peer", "strategy"),
-    [
-        ("torch:ddp", "bsp"),
-        ("torch:postlocal,period=3", "local:period=3,warmup_steps=1"),
-    ],
-)
-def test_peers_have_the_parameters_of_strategies(
-    peer: str, strategy: str, runs: list[dict[str, Run]]
-) -> None:
-    for a, b in zip(runs[0][peer].parameters, runs[0][strategy].parameters, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(("hook", "least", "most"), [("fp16", 1e-8, 1e-3), ("bf16", 1e-7, 1e-2)])
 def test_hooks_quantize(hook: str, least: float, most: float, runs: list[dict[str, Run]]) -> None:
     """Parameters are close to those of exact gradients, but differ."""

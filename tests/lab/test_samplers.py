@@ -19,20 +19,11 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from offbeat import Compute, Network
-from offbeat_lab.compare import run_and_record
 from offbeat_lab.job import Job
-from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.recipes import Task
 from offbeat_lab.recipes.datasets import TensorData, as_samples
 from offbeat_lab.recipes.held_out import HeldOut
-from offbeat_lab.samplers import (
-    Batches,
-    PartSampler,
-    make_partition,
-    make_sampler,
-    parse_injection,
-)
+from offbeat_lab.samplers import Batches, PartSampler, make_partition, make_sampler
 
 
 def task(samples: int = 60, steps: int = 7) -> Task:
@@ -124,21 +115,6 @@ def test_every_worker_needs_samples() -> None:
 def test_text_has_no_partition_by_label() -> None:
     with pytest.raises(ValueError, match="one label per sample; this recipe has none"):
         Job("stdlib-lm", "bsp", 2, epochs=0.01, partition="label:1").check()
-
-
-def test_injection_is_two_fractions() -> None:
-    """As text: α, β."""
-    assert parse_injection("0.5,0.25") == (0.5, 0.25)
-    for text in ("0.5", "a,b", "0.5,0.5,0.5", "0,0.5", "0.5,2", ""):
-        with pytest.raises(ValueError, match="injection"):
-            parse_injection(text)
-
-
-def test_workers_of_a_run_inject_samples() -> None:
-    job = Job("digits", "bsp", 2, evaluations=1, max_steps=4, partition="label:5")
-    where = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
-    result = run_and_record(replace(job, injection="0.6,1.0"), lambda event: None, where)
-    assert all(one.details["injected_samples"] > 0 for one in result.stats)
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,18 @@
 """Scenarios: reading their files, and runs in which speeds and bandwidths change."""
 
 import json
-import multiprocessing
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import offbeat
 from lab.test_cluster import needs_namespaces
-from offbeat import Compute, Network, simulate
-from offbeat.errors import OffbeatError
-from offbeat_lab.events import Event, Start, to_json
 from offbeat_lab.job import Job
 from offbeat_lab.launch import runners
 from offbeat_lab.launch.cluster import _run
-from offbeat_lab.launch.processes import Change, _Run
+from offbeat_lab.launch.processes import Change
 from offbeat_lab.launch.runners import ShapedLinks
-from offbeat_lab.scenario import Process, Scenario, ScenarioEvent, value_at
+from offbeat_lab.scenario import Process, Scenario, ScenarioEvent
 
 MEMBERS = """
 [[event]]
@@ -177,110 +167,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 # -- virtual time ----------------------------------------------------------------------------------
 
 
-def steps_alone(steps: int) -> list[float]:
-    """Train without communication; return the virtual times of the ends of the steps."""
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = offbeat.attach(model, optimizer, offbeat.LocalSGD(period=1000))
-    times, start = [], sync._host.now()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        times.append(sync._host.now() - start)
-    return times
-
-
-def test_speeds_change_in_virtual_time() -> None:
-    """Steps of 1 s: worker 1 takes 2 s from 2.5 s, and 0.5 s from 8 s. What has started goes on.
-
-    The forward pass and the backward pass are computed one after the other. The step from 2 to 3 s
-    is in its backward pass at 2.5 s, and the step from 7 to 9 s at 8 s.
-    """
-    changes = {2.5: {1: 2.0}, 8.0: {1: 0.5}}
-    compute = Compute("1s", slowdown=lambda rank, _, now: value_at(changes, rank, now, 1.0))
-    usual, changed = simulate(
-        lambda: steps_alone(8), workers=2, network=Network(1e12, latency=0), compute=compute
-    ).results
-    assert usual == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8], abs=1e-6)
-    assert changed == pytest.approx([1, 2, 3, 5, 7, 9, 9.5, 10], abs=1e-6)
-
-
-def message_times() -> list[float]:
-    """Send 4 kB three times to each of two workers; return the times of arrival."""
-    communicator: Any = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
-    times = []
-    for _ in range(3):
-        if communicator.rank == 0:
-            for rank in (1, 2):
-                communicator.send(torch.zeros(1_000), destination=rank, what="part").wait()
-        else:
-            communicator.receive(torch.zeros(1_000), source=0, what="part").wait()
-        times.append(communicator.host.now())
-    return times
-
-
-def test_bandwidths_of_single_links_change_in_virtual_time() -> None:
-    """4 kB take 4 ms at 8 Mbit/s, and 8 ms to worker 2 from 10 ms on, at 4 Mbit/s.
-
-    Worker 0 sends the next message when the last one has arrived.
-    """
-    network = Network(lambda rank, now: value_at({0.010: {2: 4e6}}, rank, now, 8e6), latency=0.0)
-    _, one, two = simulate(message_times, workers=3, network=network).results
-    assert one == pytest.approx([0.004, 0.012, 0.024])
-    assert two == pytest.approx([0.008, 0.020, 0.032])
-
-
 # -- real processes --------------------------------------------------------------------------------
-
-
-class Sleeper:
-    """A worker process that takes 0.3 s."""
-
-    def __init__(self) -> None:
-        self._end = time.monotonic() + 0.3
-
-    @property
-    def exitcode(self) -> int | None:
-        return None if time.monotonic() < self._end else 0
-
-
-def wait(changes: Sequence[Change], folder: Path) -> list[tuple[Event, float]]:
-    """Wait for a worker that takes 0.3 s and has written the event ``Start``.
-
-    Return the events and the times of their arrival.
-    """
-    seen: list[tuple[Event, float]] = []
-    read, write = multiprocessing.Pipe(duplex=False)
-    with read, write:
-        os.write(write.fileno(), f"{to_json(Start(2, 4))}\n".encode())
-        job = Job("digits", "bsp", 1)
-        run = _Run(job, read, lambda one: seen.append((one, time.monotonic())), str(folder), None)
-        run._workers.append(cast(Any, Sleeper()))
-        run.wait(changes)
-    return seen
-
-
-def test_changes_are_made_at_their_times(tmp_path: Path) -> None:
-    """Times count from the event Start. Changes that are not due at the end are dropped."""
-    done: list[tuple[str, float]] = []
-
-    def change(name: str) -> Callable[[], None]:
-        return lambda: done.append((name, time.monotonic()))
-
-    changes = [(60.0, change("never")), (0.1, change("soon")), (0.0, change("now"))]
-    ((event, start),) = wait(changes, tmp_path)
-    assert event == Start(2, 4)
-    assert [name for name, _ in done] == ["now", "soon"]
-    assert done[1][1] - start >= 0.1
-
-
-def test_the_error_of_a_change_ends_the_run(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise OffbeatError("tc failed")
-
-    with pytest.raises(OffbeatError, match="tc failed"):
-        wait([(0.0, fail)], tmp_path)
 
 
 @needs_namespaces

@@ -57,20 +57,18 @@ FIXED = "bsp --wire int8"  # leaves only the learning rate
         (0.25, 9, ["2", "0.5", "0.25", "0.125"], "0.25"),
         (0.25, 4, ["2", "0.5", "0.25"], "0.25"),  # at the edge: the budget ended
         (16.0, 3, ["2", "4"], "4"),
+        (None, 99, ["2", "0.5"], ""),  # of equal trials the first one is chosen
     ],
 )
 def test_the_learning_rate_moves_while_it_improves(
-    best: float, budget: int, tried: Sequence[str], chosen: str
+    best: float | None, budget: int, tried: Sequence[str], chosen: str
 ) -> None:
-    told, runs = trials_of(FIXED, lambda job: 1 + abs(math.log2(job.lr_scale / best)), budget)
+    def seconds(job: Job) -> float:
+        return 1 + abs(math.log2(job.lr_scale / best)) if best else 3.0
+
+    told, runs = trials_of(FIXED, seconds, budget)
     assert told == [FIXED, *(f"bsp x {rate} --wire int8" for rate in tried)]
     assert runs == [*([f"bsp --lr-scale {chosen} --wire int8"] if chosen else []), FIXED]
-
-
-def test_of_equal_trials_the_first_is_chosen() -> None:
-    told, runs = trials_of(FIXED, lambda job: 3.0)
-    assert told == [FIXED, "bsp x 2 --wire int8", "bsp x 0.5 --wire int8"]
-    assert runs == [FIXED]
 
 
 def test_a_diverged_trial_leads_to_smaller_rates() -> None:
