@@ -50,12 +50,15 @@ def _main(
     folder: str,
     listener: socket.socket,
     own_store: bool,
+    per_node: int | None,
 ) -> None:
     gc.freeze()  # the objects of the parent: collecting them would copy their memory to each child
     faulthandler.enable()
     torch.set_num_threads(1)
     host, port = listener.getsockname()
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR=host, MASTER_PORT=str(port))
+    if per_node is not None:
+        os.environ.update(LOCAL_RANK=str(rank % per_node), LOCAL_WORLD_SIZE=str(per_node))
     connected = False
     try:
         if own_store or rank > 0:
@@ -101,6 +104,7 @@ def run(
     may_die: tuple[int, ...] = (),
     newcomers: int | None = None,
     start: str = "fork",
+    workers_per_node: int | None = None,
 ) -> list[Any]:
     """Run ``function(rank, size, *args)`` on ``workers`` processes.
 
@@ -113,6 +117,7 @@ def run(
         newcomers: Number of further processes. With a number, also with 0, there is no process
             group, and the store has a process of its own.
         start: How processes start: "fork", which imports torch once, or "spawn", which CUDA needs.
+        workers_per_node: Number of workers for which to set the environment of torchrun.
 
     Raises:
         WorkerFailedError: a worker raised, or died without being in ``may_die``, or the time ran
@@ -120,7 +125,9 @@ def run(
     """
     for _ in range(4):
         try:
-            return _run(function, args, workers, seconds, may_die, newcomers, start)
+            return _run(
+                function, args, workers, seconds, may_die, newcomers, start, workers_per_node
+            )
         except StartError as error:
             failed = error
     raise failed
@@ -134,6 +141,7 @@ def _run(
     may_die: tuple[int, ...],
     newcomers: int | None,
     start: str,
+    per_node: int | None,
 ) -> list[Any]:
     context = mp.get_context(start)
     own_store, ranks = newcomers is not None, range(workers + (newcomers or 0))
@@ -142,7 +150,7 @@ def _run(
         processes = [
             context.Process(
                 target=_main,
-                args=(rank, workers, function, args, folder, listener, own_store),
+                args=(rank, workers, function, args, folder, listener, own_store, per_node),
                 daemon=True,
             )
             for rank in ranks
