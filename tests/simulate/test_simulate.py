@@ -150,6 +150,56 @@ def test_cyclic_async_waits_for_what_a_merge_exceeds_the_cycle(elements: int) ->
         assert one["stats"]["wait_seconds"] == pytest.approx(waited, abs=1e-9)
 
 
+def draw(kind: str) -> float:
+    match kind:
+        case "normal":  # numpy makes them in pairs, and keeps the second
+            return float(np.random.normal())
+        case "uniform":
+            return float(np.random.random())
+        case "torch":
+            return float(torch.rand(()))
+    return random.random()
+
+
+def drawn_alone(seed: int, rank: int, kinds: list[str]) -> list[float]:
+    """Draw from generators of its own, which nobody else touches."""
+    a, b, c = (int(x) for x in np.random.SeedSequence((seed, rank)).generate_state(3))
+    one, two, three = torch.Generator().manual_seed(a), np.random.RandomState(b), random.Random(c)
+    draws = {
+        "torch": lambda: float(torch.rand((), generator=one)),
+        "normal": two.normal,
+        "uniform": two.random_sample,
+        "random": three.random,
+    }
+    return [draws[kind]() for kind in kinds]
+
+
+def test_each_worker_draws_as_a_process_of_its_own() -> None:
+    """In any order of turns. A worker may install another generator of numpy."""
+
+    def worker() -> tuple[list[str], list[float], float]:
+        rank, kinds, found = dist.get_rank(), list[str](), []
+        turns = random.Random(rank)
+        for _ in range(60):
+            for kind in turns.choices(["normal", "uniform", "torch", "random"], k=rank % 3 + 1):
+                kinds.append(kind)
+                found.append(draw(kind))
+            dist.barrier()
+        if rank == 1:
+            np.random.set_bit_generator(np.random.PCG64(4))
+        dist.barrier()
+        return kinds, found, np.random.random()
+
+    outside = np.random.RandomState(3)
+    np.random.seed(3)
+    assert np.random.normal() == outside.normal()
+    results = simulate(worker, workers=3, seed=5).results
+    for rank, (kinds, found, _) in enumerate(results):
+        assert found == drawn_alone(5, rank, kinds)
+    assert results[1][2] == np.random.RandomState(np.random.PCG64(4)).random()
+    assert [np.random.normal() for _ in range(3)] == [outside.normal() for _ in range(3)]
+
+
 SYNCHRONOUS = [
     *("bsp", "local:period=3", "selsync:delta=0.3", "selsync:delta=0.3,flags=deferred"),
     "selsync:target_lssr=0.5,aggregate=gradients",
@@ -227,6 +277,19 @@ def test_shuffled_ties_do_not_change_synchronous_strategies(text: str) -> None:
         other = json.loads(trace(text, shuffle).rpartition("}[")[0] + "}")
         assert other["seconds"] == plain["seconds"]
         assert other["stats"] == plain["stats"]
+
+
+def test_a_seed_shuffles_ties() -> None:
+    """Without one, workers take turns in the order of their ranks."""
+
+    def order(seed: int | None) -> list[int]:
+        turns: list[int] = []
+        simulate(lambda: turns.append(dist.get_rank()), workers=20, shuffle_ties=seed)
+        return turns
+
+    assert order(None) == list(range(20))
+    assert order(1) == order(1) != list(range(20))
+    assert order(2) != order(1)
 
 
 def test_calls_of_torch_distributed_are_answered() -> None:

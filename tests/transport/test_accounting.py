@@ -9,7 +9,6 @@ import torch.distributed as dist
 from typing_extensions import override
 
 import offbeat
-from offbeat.errors import OffbeatError
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
@@ -70,8 +69,7 @@ def test_one_of_several_senders_counts_its_share() -> None:
     assert communicator.account.payload_bytes == 28 // 4 + 28
 
 
-def test_closing_reaches_the_communicator_and_boards_are_optional() -> None:
-    """A communicator without a board says so."""
+def test_closing_reaches_the_communicator() -> None:
     closed: list[bool] = []
 
     class Closing(SingleCommunicator):
@@ -82,13 +80,6 @@ def test_closing_reaches_the_communicator_and_boards_are_optional() -> None:
     for together in (False, True):
         Team(Closing()).close(together=together)
     assert closed == [False, True]
-    assert SingleCommunicator().board("b").add("n", 2) == 2
-
-    class Bare(SingleCommunicator):
-        board = Communicator.board
-
-    with pytest.raises(OffbeatError, match="a Bare has no board, so workers cannot lease data"):
-        Bare().board("b")
 
 
 @worlds_without_processes

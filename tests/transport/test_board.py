@@ -11,8 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from offbeat import Compute, Network, simulate
+from offbeat.errors import OffbeatError
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.transport.board import Board, LocalBoard
+from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.store_board import StoreBoard
 
@@ -85,8 +87,15 @@ def test_a_closed_board_refuses_operations() -> None:
         board.get("a")
 
 
-def test_a_single_process_has_a_board() -> None:
+def test_boards_are_optional() -> None:
+    """A single process has one. A communicator without a board says so."""
+
+    class Bare(SingleCommunicator):
+        board = Communicator.board
+
     assert SingleCommunicator().board("b").add("n", 1) == 1
+    with pytest.raises(OffbeatError, match="a Bare has no board, so workers cannot lease data"):
+        Bare().board("b")
 
 
 def test_simulated_operations_take_a_round_trip() -> None:
