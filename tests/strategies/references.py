@@ -456,4 +456,23 @@ class Streaming(Reference):
         return self.weighted(then.models(), [1.0] * self.size)
 
 
+class Gossip(Reference):
+    """The example of the page on extensions."""
+
+    def __init__(self, counts: Sequence[int], kind: str, *, share: float) -> None:
+        super().__init__(counts, kind)
+        self.share = share
+
+    def advance(self) -> bool:
+        self.local_steps()
+        x = self.models()
+        for n, model in enumerate(self.sim.models if self.size > 1 else ()):
+            assign(model, (1 - self.share) * x[n] + self.share * x[n - 1])
+        self.numbers += self.vote_numbers + PARAMETERS
+        return self.size > 1
+
+    def weights(self) -> list[float]:
+        return [1.0] * self.size
+
+
 Make = Callable[[Sequence[int], str], Reference]

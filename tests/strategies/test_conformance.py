@@ -16,12 +16,12 @@ from cells import some
 from loops import Sink, attach, close, restart
 from offbeat.strategies.base import SharedModel
 from offbeat_lab.baselines import STRATEGIES
-from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step
+from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step, wide_step
 from strategies.references import Reference, SelSync
-from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
+from strategies.rows import CUSTOM, ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from worlds import run, simulated
 
-with_reference = each(row for row in ROWS if row.reference is not None)
+with_reference = each(row for row in [*ROWS, CUSTOM] if row.reference is not None)
 
 
 def test_every_strategy_has_a_row() -> None:
@@ -369,10 +369,6 @@ def normed(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 1), nn.BatchNorm1d(1))
 
 
-def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
-
-
 def resume(
     rank: int, size: int, text: str, wire: Any, at: int, steps: int, *, again: bool = True
 ) -> list[Tensor]:
@@ -391,7 +387,7 @@ def resume(
             assert sync.step == at
         elif step == at:
             sync.state_dict()
-        step_once(model, optimizer, rank, step)
+        wide_step(model, optimizer, rank, step)
         trace.append(flat(model))
     sync.finish()
     return [*trace, flat(model)]
@@ -401,7 +397,7 @@ RESUMED = [(wire, step) for step in (5, 8) for wire in ("float32", "bfloat16", "
 
 
 @pytest.mark.sampled
-@each(ROWS)
+@each([CUSTOM, *ROWS])
 @pytest.mark.parametrize("resumed", some(RESUMED, 0, 5), ids=str)
 def test_a_resumed_training_continues_bit_for_bit(row: Row, resumed: tuple[str, int]) -> None:
     """The file contains everything that later steps depend on, over each wire.
@@ -430,17 +426,12 @@ def test_an_eager_training_resumes_to_one_model(row: Row, wire: str) -> None:
 # -- wires ----------------------------------------------------------------------------------------
 
 
-def large(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 5000), nn.Tanh(), nn.Linear(5000, 1))
-
-
 def send(rank: int, size: int, text: str, wire: Any) -> tuple[int, Tensor]:
-    model = large(rank)
+    model = make_wide(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
     sync = attach(model, optimizer, text, wire=wire)
     for step in range(12):
-        step_once(model, optimizer, rank, step)
+        wide_step(model, optimizer, rank, step)
     sent = sync.stats.payload_bytes
     sync.finish()
     return sent, flat(model)
@@ -455,7 +446,7 @@ def test_a_wire_is_honoured(row: Row, wire: str, share: float) -> None:
     """It sends fewer bytes, and quantized values near the exact ones."""
     # Payloads are what is handed over: all chunks, then the sum of the own one.
     exact, lossy = (run(send, row.text, w, workers=3) for w in ("float32", wire))
-    start = flat(large(0))
+    start = flat(make_wide(0))
     for (before, a), (after, b) in zip(exact, lossy, strict=True):
         if not row.timed:  # eager parts that are shorter are launched more often
             assert after < share * before
