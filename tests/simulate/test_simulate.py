@@ -88,27 +88,6 @@ def test_a_bsp_step_is_compute_and_all_reduce() -> None:
         assert one["stats"]["idle"] == pytest.approx(1 - STEP / step, rel=1e-9)
 
 
-def test_messages_meet_a_bandwidth_that_changes() -> None:
-    """4 kB take 4 ms at 1 MB/s, then 8 ms at half of it; a later change has no effect on them."""
-
-    def worker() -> list[float]:
-        communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
-        times = []
-        for _ in range(2):
-            if communicator.rank == 0:
-                communicator.send(torch.zeros(1_000), destination=1, what="part").wait()
-            else:
-                communicator.receive(torch.zeros(1_000), source=0, what="part").wait()
-            times.append(float(communicator.host.now()))
-        return times
-
-    def bandwidth(rank: int, now: float) -> float:
-        return 8e6 if now < 0.004 or rank == 1 else 4e6 if now < 0.005 else 24e6
-
-    network = Network(bandwidth, latency=0.0)
-    assert simulate(worker, workers=2, network=network).results[1] == pytest.approx([0.004, 0.012])
-
-
 def test_the_totals_include_the_end() -> None:
     """Rank 0 finishes a step early: it waits one step, and both wait for the mean of 100 kB."""
 
@@ -405,43 +384,49 @@ def test_bad_worker_counts_are_refused(workers: Any) -> None:
         simulate(lambda: None, workers=workers)
 
 
-def all_to_all(elements: int) -> float:
-    """Each worker sends to each other one, nearest first; the time when it has everything."""
-    communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
-    others = [(communicator.rank + i) % communicator.size for i in range(1, communicator.size)]
-    handles = [
-        communicator.send(torch.zeros(elements), destination=other, what="part") for other in others
-    ]
-    handles += [
-        communicator.receive(torch.zeros(elements), source=other, what="part") for other in others
-    ]
-    for handle in handles:
-        handle.wait()
-    return float(communicator.host.now())
+def when_received(
+    messages: list[tuple[int, int]], elements: int, workers: int, network: Network
+) -> list[float]:
+    """Return the time at which each worker has sent and received its messages, in this order."""
+
+    def worker() -> float:
+        communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
+        rank, x = communicator.rank, torch.zeros(elements)
+        to = [destination for source, destination in messages if source == rank]
+        of = [source for source, destination in messages if destination == rank]
+        handles = [communicator.send(x, destination=other, what="part") for other in to]
+        handles += [communicator.receive(x, source=other, what="part") for other in of]
+        for handle in handles:
+            handle.wait()
+        return float(communicator.host.now())
+
+    return simulate(worker, workers=workers, network=network).results
 
 
 def test_messages_queue_on_each_link_separately() -> None:
     """All to all at once takes as long as one link needs for N − 1 messages, and one latency."""
-    elements, workers = 125_000, 5  # 500 kB: 40 ms at 100 Mbit/s
-    network = Network("100Mbit/s", latency="3ms")
-    result = simulate(lambda: all_to_all(elements), workers=workers, network=network)
-    assert result.results == pytest.approx([(workers - 1) * 0.04 + 0.003] * workers)
-
-
-def to_one(elements: int) -> float:
-    """All others send to rank 0, which asks for the last one first."""
-    communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
-    if communicator.rank:
-        communicator.send(torch.zeros(elements), destination=0, what="push").wait()
-    else:
-        for other in range(communicator.size - 1, 0, -1):
-            communicator.receive(torch.zeros(elements), source=other, what="push").wait()
-    return float(communicator.host.now())
+    messages = [(rank, (rank + i) % 5) for i in range(1, 5) for rank in range(5)]
+    # 500 kB: 40 ms at 100 Mbit/s
+    found = when_received(messages, 125_000, 5, Network("100Mbit/s", latency="3ms"))
+    assert found == pytest.approx([4 * 0.04 + 0.003] * 5)
 
 
 def test_a_server_takes_messages_one_after_the_other() -> None:
-    """Its link is the bottleneck: the k-th message arrives after k times the time of one."""
-    network = Network("100Mbit/s", latency="3ms")
-    result = simulate(lambda: to_one(125_000), workers=4, network=network)
-    assert result.results[1:] == pytest.approx([0.043, 0.083, 0.123])
-    assert result.results[0] == pytest.approx(0.123)
+    """Its link is the bottleneck: the k-th message arrives after k times the time of one.
+
+    It asks for the last one first.
+    """
+    messages = [(rank, 0) for rank in (3, 2, 1)]
+    found = when_received(messages, 125_000, 4, Network("100Mbit/s", latency="3ms"))
+    assert found == pytest.approx([0.123, 0.043, 0.083, 0.123])
+
+
+@pytest.mark.parametrize(("number", "seconds"), [(1, 0.004), (2, 0.012)])
+def test_messages_meet_a_bandwidth_that_changes(number: int, seconds: float) -> None:
+    """4 kB take 4 ms at 1 MB/s, then 8 ms at half of it; a later change has no effect on them."""
+
+    def bandwidth(rank: int, now: float) -> float:
+        return 8e6 if now < 0.004 or rank == 1 else 4e6 if now < 0.005 else 24e6
+
+    found = when_received([(0, 1)] * number, 1000, 2, Network(bandwidth, latency=0.0))
+    assert found[1] == pytest.approx(seconds)
