@@ -7,6 +7,7 @@ worker may be killed. ``MASTER_ADDR`` and ``MASTER_PORT`` hold the address of th
 """
 
 import faulthandler
+import functools
 import gc
 import os
 import signal
@@ -96,6 +97,20 @@ def _serve_store(listener: socket.socket) -> None:
         signal.pause()
 
 
+def _retried(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def retried(*args: Any, **options: Any) -> Any:
+        for _ in range(4):
+            try:
+                return function(*args, **options)
+            except StartError as error:
+                failed = error
+        raise failed
+
+    return retried
+
+
+@_retried
 def run(
     function: Callable[..., Any],
     *args: Any,
@@ -123,26 +138,6 @@ def run(
         WorkerFailedError: a worker raised, or died without being in ``may_die``, or the time ran
             out.
     """
-    for _ in range(4):
-        try:
-            return _run(
-                function, args, workers, seconds, may_die, newcomers, start, workers_per_node
-            )
-        except StartError as error:
-            failed = error
-    raise failed
-
-
-def _run(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    workers: int,
-    seconds: float,
-    may_die: tuple[int, ...],
-    newcomers: int | None,
-    start: str,
-    per_node: int | None,
-) -> list[Any]:
     context = mp.get_context(start)
     own_store, ranks = newcomers is not None, range(workers + (newcomers or 0))
     listener = socket.create_server(("127.0.0.1", 0))  # rank 0 serves the store behind it
@@ -150,7 +145,7 @@ def _run(
         processes = [
             context.Process(
                 target=_main,
-                args=(rank, workers, function, args, folder, listener, own_store, per_node),
+                args=(rank, workers, function, args, folder, listener, own_store, workers_per_node),
                 daemon=True,
             )
             for rank in ranks
