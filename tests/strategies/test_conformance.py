@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import offbeat
 import workers
-import worlds
 from cells import some
 from loops import Sink, attach, close, restart
 from offbeat.strategies.base import SharedModel
@@ -522,15 +521,12 @@ def test_eager_workers_wait_at_the_bound(text: str) -> None:
 def test_processes_and_the_simulator_agree(row: Row) -> None:
     """Models, consensus, decisions, counts and bytes are equal."""
     args = (row.text, [11, 13, 15], "momentum", (6,))
-    real = workers.run(train, *args, workers=3)
-    simulated = worlds.simulated(train, *args, workers=3)
-    for a, b in zip(real, simulated, strict=True):
-        for one, other in zip(
-            [*a["trace"], *a["seen"], a["end"]], [*b["trace"], *b["seen"], b["end"]], strict=True
-        ):
-            close(one, other, 1e-10)
+    real, virtual = (go(train, *args, workers=3) for go in (workers.run, simulated))
+    for a, b in zip(real, virtual, strict=True):
+        one, other = ([*x["trace"], *x["seen"], x["end"]] for x in (a, b))
+        close(torch.stack(one), torch.stack(other), 1e-10)
         assert (a["counted"], a["synced"]) == (b["counted"], b["synced"])
-        assert torch.equal(b["end"], simulated[0]["end"])
+        assert torch.equal(b["end"], virtual[0]["end"])
 
 
 @pytest.mark.sampled
@@ -542,10 +538,10 @@ def test_processes_and_the_simulator_train_alike(row: Row) -> None:
     """
     steps = [11, 13, 15]
     real = workers.run(train, row.text, steps, "sgd", (), 0.01, workers=3)
-    simulated = worlds.simulated(train, row.text, steps, "sgd", workers=3)
-    for world in (real, simulated):
+    virtual = simulated(train, row.text, steps, "sgd", workers=3)
+    for world in (real, virtual):
         for rank, one in enumerate(world):
             assert one["counted"][0] == steps[rank]
             assert torch.equal(one["end"], world[0]["end"])
-    apart = (real[0]["end"] - simulated[0]["end"]).norm()
-    assert apart < 0.5 * (simulated[0]["end"] - flat(make_model(seed=0))).norm()
+    apart = (real[0]["end"] - virtual[0]["end"]).norm()
+    assert apart < 0.5 * (virtual[0]["end"] - flat(make_model(seed=0))).norm()
