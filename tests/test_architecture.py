@@ -282,7 +282,7 @@ BANNED: dict[str, tuple[list[Path], Callable[[str], bool]]] = {
         [path for path in MODULES if unit_of_path(path) == "averaging"],
         lambda name: within(name, *NETWORKS_THREADS_AND_CLOCKS),
     ),
-    "so do the baselines, but servers need locks": (
+    "baselines do so, too, but servers need locks": (
         REFERENCES,
         lambda name: within(name, *NETWORKS_THREADS_AND_CLOCKS - {"threading"}),
     ),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from offbeat.transport.communicator import Communicator
+from offbeat.transport.communicator import Communicator, Kind
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import Promise
 from transport.communicators import World, every_world, gloo, simulated, single
@@ -43,6 +43,7 @@ COLLECTIVES: dict[str, Callable[[list[Tensor], int], Tensor]] = {
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_collectives_keep_the_dtype(world: World, kind: str) -> None:
     """Reductions and broadcasts replace the tensor. The others return new ones, and leave it."""
+    assert {*COLLECTIVES, "send", "receive"} == {*get_args(Kind)}
 
     def own(rank: int, size: int, dtype: torch.dtype) -> Tensor:
         return (torch.arange(3 * size) * (rank + 1) + rank).to(dtype)
