@@ -217,7 +217,7 @@ def test_without_the_file_of_one_process_all_load_the_checkpoint_before(
     assert run(two_checkpoints, str(tmp_path), True, workers=4) == [1] * 4
 
 
-def scaled(rank: int) -> Any:
+def scaled(rank: int, size: int) -> Any:
     """Train with an overflow on rank 1 in step 2. Return steps, scales and models."""
     found = []
     for text in ("bsp", "local:period=5"):
@@ -246,7 +246,7 @@ def large(seed: int) -> nn.Sequential:
         return nn.Sequential(*layers).double()
 
 
-def overlapped(rank: int) -> Any:
+def overlapped(rank: int, size: int) -> Any:
     """Train with buckets launched during backward, with two backward passes in later steps."""
     began: list[int] = []
     model = large(rank)
@@ -284,29 +284,20 @@ def several(rank: int, size: int, text: str) -> Any:
     return flat(model)
 
 
-def more(rank: int, size: int) -> Any:
-    return scaled(rank), overlapped(rank)
-
-
-@pytest.fixture(scope="module")
-def found() -> list[Any]:
-    """Run in the simulator, which gives the results of processes (see above)."""
-    return simulated(more, workers=4, workers_per_node=2)
-
-
-def test_all_workers_of_a_node_skip_a_step_with_an_overflow(found: list[Any]) -> None:
+def test_all_workers_of_a_node_skip_a_step_with_an_overflow() -> None:
     """With BSP the workers of the other node skip it, too."""
-    for rank, (of_rank, *_) in enumerate(found):
+    found = simulated(scaled, workers=4, workers_per_node=2)
+    for rank, of_rank in enumerate(found):
         for (steps, scale, models), skips in zip(of_rank, (True, rank < 2), strict=True):
             assert steps == 4
             assert scale == (2.0 if skips else 4.0)
             assert torch.equal(models[2], models[1]) or not skips
             assert models.isfinite().all()
-        for one, other in zip(of_rank, found[rank ^ 1][0], strict=True):
+        for one, other in zip(of_rank, found[rank ^ 1], strict=True):
             assert torch.equal(one[2], other[2])
 
 
-def test_means_inside_the_node_are_launched_during_backward(found: list[Any]) -> None:
+def test_means_inside_the_node_are_launched_during_backward() -> None:
     model = large(0)
     for step, passes in enumerate((1, 2, 2)):
         model.zero_grad()
@@ -316,8 +307,7 @@ def test_means_inside_the_node_are_launched_during_backward(found: list[Any]) ->
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.05 * p.grad  # type: ignore[operator]
-    for one in found:
-        began, final = one[1]
+    for began, final in simulated(overlapped, workers=4, workers_per_node=2):
         assert began, "buckets were announced"
         close(final, flat(model))
 

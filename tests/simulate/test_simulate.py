@@ -355,12 +355,8 @@ def test_the_account_is_complete(tmp_path: Path) -> None:
     result = simulate(
         training(SelSync(delta=0), 5), workers=3, network=NETWORK, compute=Compute(STEP)
     )
-    for rank in range(3):
-        spans = [s for s in result.timeline if s.rank == rank and s.kind != "transfer"]
-        assert sum(s.end - s.start for s in spans) == pytest.approx(result.seconds, rel=1e-12)
-        stats = result.stats[rank]
-        assert stats is not None
-        assert stats.compute_seconds == pytest.approx(5 * STEP, rel=1e-12)
+    require_complete(result)
+    assert [stats.compute_seconds for stats in result.stats] == pytest.approx([5 * STEP] * 3)
     payload = 5 * (100_000 + VOTE)
     ring_share = 4 / 3  # 2(N−1)/N
     assert result.sent_bytes[0] >= payload * ring_share

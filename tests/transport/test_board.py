@@ -18,13 +18,14 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.store_board import StoreBoard
 
-KINDS = ["local", "hash", "file", "tcp"]
-
-
-def tcp_store() -> Any:
-    return dist.TCPStore(
+STORES: dict[str, Callable[[Path], Any]] = {
+    "hash": lambda folder: dist.HashStore(),
+    "file": lambda folder: dist.FileStore(str(folder / "store")),
+    "tcp": lambda folder: dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
-    )
+    ),
+}
+KINDS = ["local", *STORES]
 
 
 def opener(kind: str, folder: Path) -> Callable[[], Board]:
@@ -32,11 +33,7 @@ def opener(kind: str, folder: Path) -> Callable[[], Board]:
     if kind == "local":
         board = LocalBoard()
         return lambda: board
-    store = {
-        "hash": dist.HashStore,
-        "file": lambda: dist.FileStore(str(folder / "store")),
-        "tcp": tcp_store,
-    }[kind]()
+    store = STORES[kind](folder)
     return lambda: StoreBoard(dist.PrefixStore("prefix", store))
 
 
