@@ -75,6 +75,14 @@ def test_a_collective_takes_the_slowest_link() -> None:
         (lambda: Network("1Gbit/s", -1e-3), ValueError, "at least 0"),
         (lambda: Network(lambda *_: "fast").bits_per_second(0, 0.0), ValueError, "'fast' is not"),
         (lambda: Network(None), TypeError, "None is not a bandwidth"),
+        (lambda: Network("1Gbit/s", workers_per_node=0), ValueError, "workers_per_node"),
+        (lambda: Network("1Gbit/s", inside="1Gbit/s"), ValueError, "inside needs nodes"),
+        (lambda: Network("1Gbit/s", inside_latency="1us"), ValueError, "inside_latency needs"),
+        (
+            lambda: Network("1Gbit/s", workers_per_node=2, inside="1GB"),
+            ValueError,
+            "'1GB' is not a bandwidth",
+        ),
     ],
 )
 def test_impossible_networks_are_refused(
