@@ -241,8 +241,10 @@ def test_after_many_norms_that_are_not_finite_it_starts_again(
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_zero_norms(window: int | None) -> None:
-    """0/0 is 0; the first gradient after zeros is an infinite change."""
+def test_changes_of_zero_and_without_memory(window: int | None) -> None:
+    """0/0 is 0; the first gradient after zeros is an infinite change. Smoothing 1 has no memory."""
+    trigger = RelativeChange(window)
+    assert [trigger.update(s, 1.0) for s in (4.0, 1.0, 2.0)] == [math.inf, 0.75, 1.0]
     trigger = RelativeChange(window)
     assert [trigger.update(s, 0.5) for s in (0.0, 0.0, 2.0)] == [math.inf, 0.0, math.inf]
 
