@@ -1,27 +1,30 @@
-"""A communicator whose operations fail, for tests of failure handling.
+"""A communicator that records its operations and lets some fail, for tests of failure handling.
 
 A transport puts it between the workers:
 
     class Faulty:
         def make_communicator(self, timeout_seconds):
             inner = open_communicator(None, timeout_seconds, what="a test")
-            return Faults(inner, [Fault("fail", rank=1, operation=7)])
+            return Watched(inner, [Fault("fail", rank=1, operation=7)])
 
     offbeat.attach(model, optimizer, strategy, group=Faulty())
 """
 
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError
+from offbeat.transport.board import Board
 from offbeat.transport.communicator import Communicator, Kind
 from offbeat.transport.handle import Operation
-from wrapper import Wrapper
+from offbeat.transport.host import Promise
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,19 @@ class Fault:
     background: bool = False
 
 
-class Faults(Wrapper):
-    """A communicator with the given faults."""
+class Watched(Communicator):
+    """Passes all operations on to ``inner``, and records them and those of its twins.
 
-    def __init__(self, inner: Communicator, faults: Iterable[Fault]) -> None:
-        super().__init__(inner)
+    Attributes:
+        operations: Kind, name and payload bytes of each operation, in order.
+        tensors: Weak references to the tensors sent.
+    """
+
+    def __init__(self, inner: Communicator, faults: Iterable[Fault] = ()) -> None:
+        super().__init__(inner.rank, inner.size, inner.timeout_seconds, inner.host)
+        self.inner = inner
+        self.operations: list[tuple[str, str, int]] = []
+        self.tensors: list[weakref.ref[Tensor]] = []
         self._faults = {(f.background, f.operation): f for f in faults if f.rank == inner.rank}
         self._counter = [0, 0]
         self._thread = threading.current_thread()
@@ -59,17 +70,41 @@ class Faults(Wrapper):
         main, background = self._counter
         return main, background
 
+    @property
+    @override
+    def control_device(self) -> torch.device:
+        return self.inner.control_device
+
     @override
     def start(
         self, kind: Kind, tensor: Tensor, what: str, peer: int, tag: int, patient: bool
     ) -> Operation[Any]:
+        sends = kind != "receive" and (kind != "broadcast" or peer == self.rank)
+        self.operations.append((kind, what, tensor.nbytes if sends else 0))
+        self.tensors.append(weakref.ref(tensor))
         background = threading.current_thread() is not self._thread
         fault = self._faults.get((background, self._counter[background]))
         self._counter[background] += 1
-        operation = super().start(kind, tensor, what, peer, tag, patient)
+        operation = self.inner.start(kind, tensor, what, peer, tag, patient)
         if fault is not None:
             return _Failing(operation, f"rank {self.rank}: {what} failed on purpose")
         return operation
+
+    @override
+    def start_wait(self, promise: Promise[Any], what: str, patient: bool) -> Operation[Any]:
+        return self.inner.start_wait(promise, what, patient)
+
+    @override
+    def separate(self) -> None:
+        self.inner = self.inner.twin()
+
+    @override
+    def board(self, name: str) -> Board:
+        return self.inner.board(name)
+
+    @override
+    def close(self, *, together: bool = False) -> None:
+        self.inner.close(together=together)
 
 
 class _Failing(Operation[Any]):

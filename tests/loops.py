@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from faults import Fault, Faults
+from faults import Fault, Watched
 from offbeat.strategies.base import Strategy
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.connect import open_communicator
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from offbeat_lab.baselines import STRATEGIES
 from problems import OPTIMIZERS, flat, loss_of, make_model
-from recording import Recording
 
 
 def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str, **options: Any) -> Any:
@@ -137,14 +136,14 @@ class Faulty:
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self._faults = list(faults)
-        self.made: Faults
+        self.made: Watched
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
         if dist.get_backend() == "gloo":
             inner = Quick().make_communicator(timeout_seconds)
         else:
             inner = open_communicator(None, timeout_seconds, what="a test")
-        self.made = Faults(inner, self._faults)
+        self.made = Watched(inner, self._faults)
         return self.made
 
 
@@ -161,8 +160,9 @@ class Recorded:
         self.tensors: list[weakref.ref[Tensor]] = []
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
-        inner = open_communicator(None, timeout_seconds, what="a test")
-        return Recording(inner, self.operations, self.tensors)
+        made = Watched(open_communicator(None, timeout_seconds, what="a test"))
+        made.operations, made.tensors = self.operations, self.tensors
+        return made
 
     def sums(self, name: str) -> list[int]:
         """Return the bytes of each sum whose name begins with ``name``."""

@@ -3,12 +3,14 @@
 Two nodes of two workers train ``make_model`` with SGD; a node takes the mean of its two gradients.
 """
 
+import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from problems import gradients, make_batch, make_model
+from loops import attach, close, sgd
+from problems import gradients, loss_of, make_batch, make_model
 
 LR = 0.1
 Event = tuple[
@@ -34,9 +36,51 @@ def logged(averager: Any) -> list[Event]:
     return events
 
 
-def settle(sync: Any) -> None:
-    """Land what is in flight."""
-    sync.state_dict()
+def whole(tensors: Any) -> Tensor:
+    """Return all numbers of tensors and DTensors."""
+    full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+    return torch.cat([t.detach().reshape(-1).double() for t in full]).clone()
+
+
+def recorded(
+    rank: int, text: str, model: nn.Module, steps: int
+) -> tuple[Tensor, list[Event], Tensor]:
+    """Return the model before each step and after the last landing, the events, and a consensus.
+
+    Steps take different times.
+    """
+    optimizer, trace = sgd(model, LR), []
+    sync = attach(model, optimizer, text, wire="float32", node_group="auto")
+    events = logged(sync._iteration.flow)
+    for step in range(steps):
+        if step:
+            trace.append(whole(model.parameters()))
+        time.sleep(0.002 * ((rank + step) % 3))
+        loss = loss_of(model, make_batch(rank, step))
+        optimizer.zero_grad()
+        loss.backward()
+        events.append(("step", 0, 0.0))
+        optimizer.step()
+    with sync.consensus():
+        shown = whole(model.parameters())
+    sync.state_dict()  # lands what is in flight
+    trace.append(whole(model.parameters()))
+    sync.detach()
+    return torch.stack(trace), events, shown
+
+
+def require_replayed(results: list[Any], parts: int, *, rows: bool) -> None:
+    """Check what ``recorded`` returned on four workers: the models follow from the events.
+
+    The events are equal inside a node, and the consensus is equal on all workers.
+    """
+    events = [events for _, events, _ in results]
+    assert events[::2] == events[1::2]
+    assert sum(kind == "land" for kind, *_ in events[0]) > 2
+    expected = replay(part_of_each_number(parts, rows=rows), events[::2])
+    for rank, (trace, _, shown) in enumerate(results):
+        close(trace, torch.stack(expected[rank // 2]))
+        assert torch.equal(shown, results[0][2])
 
 
 def part_of_each_number(parts: int, *, rows: bool) -> Tensor:

@@ -13,7 +13,7 @@ import pkgutil
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +66,13 @@ STRATEGIES_IMPORT = {
     *("offbeat.strategies", "offbeat.arguments"),
 }
 NETWORKS_THREADS_AND_CLOCKS = {
-    "torch.distributed",
-    "torch.multiprocessing",
-    "asyncio",
-    "concurrent",
-    "datetime",
-    "multiprocessing",
-    "queue",
-    "socket",
-    "threading",
-    "time",
+    *("torch.distributed", "torch.multiprocessing", "asyncio", "concurrent", "datetime"),
+    *("multiprocessing", "queue", "socket", "threading", "time"),
 }
 PRIVATE_ALLOWED = {
     "simulate/process_group.py",  # the default process group needs one
     "training/backward_hooks.py",  # the end of backward, as DDP and FSDP find it
 }
-LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background threads of a server
 # Lines, and code lines, which are those without docstrings, comments, blank lines and imports. A
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
@@ -177,12 +168,12 @@ def dotted(tree: ast.AST) -> Named:
 
 
 def uses(path: Path) -> Named:
-    yield from imports(tree_of(path))
+    yield from imports(tree_of(path), typing_too=True)
     yield from dotted(tree_of(path))
 
 
-def within(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 def units_imported(path: Path) -> Named:
@@ -211,16 +202,6 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_the_library_imports_nothing_of_the_laboratory() -> None:
-    wrong = [
-        f"{relative(path)}:{line} imports {name}"
-        for path in MODULES
-        for name, line in imports(tree_of(path), typing_too=True)
-        if within(name, "offbeat_lab")
-    ]
-    assert wrong == []
-
-
 def test_the_laboratory_uses_public_names_only() -> None:
     """Those of ``offbeat``, ``offbeat.data`` and ``offbeat.extend``, at run time and for types."""
     public = {
@@ -245,15 +226,6 @@ def shown_to_type_checkers(path: Path) -> set[tuple[str, str]]:
     (checked,) = (one for one in tree_of(path).body if isinstance(one, ast.If))
     parts = [name.rpartition(".") for name, _ in imports(ast.Module(checked.body, []))]
     return {(home, name) for home, _, name in parts}
-
-
-def test_every_name_of_extend_is_there_and_described() -> None:
-    """What a type checker is told is what there is, and the page lists it."""
-    shown, names = shown_to_type_checkers(ROOT / "extend.py"), offbeat.extend.__all__
-    assert sorted(name for _, name in shown) == sorted(names)
-    assert not {*names} & {*offbeat.__all__, *offbeat.data.__all__}
-    for home, name in shown:
-        assert getattr(offbeat.extend, name) is getattr(importlib.import_module(home), name), name
 
 
 def test_there_is_no_circle_of_imports() -> None:
@@ -290,26 +262,49 @@ def test_the_layers_are_the_ones_of_the_design() -> None:
     )
 
 
-def test_strategies_are_pure() -> None:
-    """They import no torch, network, thread or clock, and nothing of Offbeat that does I/O."""
-    wrong = [
-        f"{relative(path)}:{line} imports {name}"
-        for path in MODULES
-        if unit_of_path(path) == "strategies"
-        for name, line in imports(tree_of(path), typing_too=True)
-        if not any(within(name, allowed) for allowed in STRATEGIES_IMPORT)
-    ]
-    assert wrong == []
+def is_private(name: str) -> bool:
+    """Pitfall 22: return True for what the next release of torch may remove."""
+    parts = name.split(".")
+    private = any(part.startswith("_") and not part.endswith("__") for part in parts)
+    return private and within(name, "torch", "numpy")
 
 
-def test_averaging_and_baselines_know_no_network_thread_or_clock() -> None:
-    """They ask the team and its host, so the simulator runs the same code."""
+BANNED: dict[str, tuple[list[Path], Callable[[str], bool]]] = {
+    "the library imports nothing of the laboratory": (
+        MODULES,
+        lambda name: within(name, "offbeat_lab"),
+    ),
+    "strategies are pure: no torch, network, thread or clock, and no input or output": (
+        [path for path in MODULES if unit_of_path(path) == "strategies"],
+        lambda name: not within(name, *STRATEGIES_IMPORT),
+    ),
+    "averaging asks the team and its host, so the simulator runs the same code": (
+        [path for path in MODULES if unit_of_path(path) == "averaging"],
+        lambda name: within(name, *NETWORKS_THREADS_AND_CLOCKS),
+    ),
+    "baselines do so, too, but servers need locks": (
+        REFERENCES,
+        lambda name: within(name, *NETWORKS_THREADS_AND_CLOCKS - {"threading"}),
+    ),
+    "only shards of servers need locks": (
+        [path for path in REFERENCES if path.name != "shard.py"],
+        lambda name: within(name, "threading"),
+    ),
+    "nothing that the next release of torch may remove": (
+        [path for path in MODULES if relative(path) not in PRIVATE_ALLOWED],
+        is_private,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", BANNED)
+def test_no_module_uses_banned_names(rule: str) -> None:
+    paths, banned = BANNED[rule]
     wrong = [
         f"{relative(path)}:{line} uses {name}"
-        for path in [*(ROOT / "averaging").rglob("*.py"), *REFERENCES]
+        for path in paths
         for name, line in uses(path)
-        if any(within(name, banned) for banned in NETWORKS_THREADS_AND_CLOCKS)
-        and not (within(name, "threading") and relative(path) in LOCKS_ALLOWED)
+        if banned(name)
     ]
     assert wrong == []
 
@@ -341,54 +336,43 @@ def test_the_team_alone_holds_the_communicator() -> None:
     assert wrong == []
 
 
-def test_no_private_part_of_torch() -> None:
-    """Pitfall 22: nothing that the next torch release may remove."""
-    wrong = [
-        f"{relative(path)}:{line} uses {name}"
-        for path in MODULES
-        if relative(path) not in PRIVATE_ALLOWED
-        for name, line in uses(path)
-        if name.split(".")[0] in {"torch", "numpy"}
-        and any(p.startswith("_") and not p.endswith("__") for p in name.split("."))
-    ]
-    assert wrong == []
-
-
-def imported_at_top(layer: str) -> Iterator[tuple[str, str]]:
-    """Each package that a module up to this layer imports at its top level, and where."""
-    for path in MODULES:
-        if level_of(unit_of_path(path)) <= level_of(layer):
-            for node in tree_of(path).body:
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    for name, line in imports(ast.Module([node], [])):
-                        yield name.split(".")[0], f"{relative(path)}:{line} imports {name}"
-
-
-def test_the_command_line_and_the_lab_are_optional() -> None:
-    """Importing offbeat needs torch and numpy alone: extras are imported where they are used."""
-    extras = {
+OPTIONAL = {
+    # Importing offbeat needs torch and numpy alone: extras are imported where they are used.
+    "__init__": {
         *("typer", "rich", "matplotlib", "tensorboard", "wandb", "lightning", "sklearn"),
         *("torchvision", "numba", "transformers", "accelerate"),
-    }
-    assert [where for name, where in imported_at_top("__init__") if name in extras] == []
+    },
+    # Windows has none of these. A ``try`` around the import is fine: `offbeat plan` runs there.
+    "cli": {
+        *("crypt", "curses", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog"),
+        *("termios", "tty", "msvcrt", "winreg"),
+    },
+}
 
 
-def test_importing_a_module_needs_no_module_of_one_platform() -> None:
-    """Windows has none of these; a ``try`` around the import is fine. `offbeat plan` runs there."""
-    unix = {"crypt", "curses", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog"}
-    unix |= {"termios", "tty", "msvcrt", "winreg"}
-    assert [where for name, where in imported_at_top("cli") if name in unix] == []
+@pytest.mark.parametrize("layer", OPTIONAL)
+def test_modules_up_to_a_layer_can_be_imported_without(layer: str) -> None:
+    wrong = [
+        f"{relative(path)}:{line} imports {name}"
+        for path in MODULES
+        for node in tree_of(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name, line in imports(ast.Module([node], []))
+        if level_of(unit_of_path(path)) <= level_of(layer) and within(name, *OPTIONAL[layer])
+    ]
+    assert wrong == []
 
 
 def test_all_is_every_public_name() -> None:
     """``offbeat.__all__`` equals what a user sees, and what a type checker is told."""
     assert {name for name in dir(offbeat) if not name.startswith("_")} == set(offbeat.__all__)
     assert len(offbeat.__all__) == len(set(offbeat.__all__))
-    shown = shown_to_type_checkers(ROOT / "__init__.py")
-    assert {name for _, name in shown} == set(offbeat.__all__)
-    for home, name in shown:  # what a type checker sees is what there is
-        expected = getattr(importlib.import_module(home), name)
-        assert getattr(offbeat, name) is expected, name
+    for package, path in ((offbeat, "__init__.py"), (offbeat.extend, "extend.py")):
+        shown = shown_to_type_checkers(ROOT / path)
+        assert sorted(name for _, name in shown) == sorted(package.__all__)
+        for home, name in shown:  # what a type checker sees is what there is
+            assert getattr(package, name) is getattr(importlib.import_module(home), name), name
+    assert not {*offbeat.extend.__all__} & {*offbeat.__all__, *offbeat.data.__all__}
     assert set(offbeat.data.__all__) == {
         name
         for name, value in vars(offbeat.data).items()

@@ -59,13 +59,6 @@ def test_the_package_can_be_sent_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(offbeat)) is offbeat
 
 
-def test_what_is_public_is_what_the_page_lists() -> None:
-    """A name more or less is a decision, made in two places."""
-    listed = names_in_table(section("api", "What is public"))
-    assert len(listed) == len(set(listed))
-    assert set(listed) == {name for name in dir(offbeat) if not name.startswith("_")}
-
-
 @pytest.mark.parametrize("name", sorted({*offbeat.__all__, *offbeat.data.__all__} - {"data"}))
 def test_what_is_public_is_described(name: str) -> None:
     """With its docstring, on the page of the API."""
@@ -81,16 +74,17 @@ def test_a_short_path_is_a_public_name() -> None:
     assert {path.rpartition(".")[2] for path in short} <= {*offbeat.__all__, "errors"}
 
 
-def test_the_page_of_the_api_lists_every_name_of_extend() -> None:
-    """Each once, also those that only the laboratory uses."""
-    listed = names_in_table(section("api", "The names in `offbeat.extend`"))
-    assert sorted(listed) == sorted(offbeat.extend.__all__)
-
-
-def test_the_table_of_attach_has_all_of_its_arguments() -> None:
-    """Each once."""
-    asked = names_in_table(section("api", "Attach"))
-    assert sorted(asked) == sorted(inspect.signature(offbeat.attach).parameters)
+@pytest.mark.parametrize(
+    ("heading", "names"),
+    [
+        ("What is public", [name for name in dir(offbeat) if not name.startswith("_")]),
+        ("The names in `offbeat.extend`", offbeat.extend.__all__),
+        ("Attach", [*inspect.signature(offbeat.attach).parameters]),
+    ],
+)
+def test_a_table_of_the_page_lists_each_name_once(heading: str, names: list[str]) -> None:
+    """A name more or less is a decision, made in two places."""
+    assert sorted(names_in_table(section("api", heading))) == sorted(names)
 
 
 def test_a_change_of_the_public_api_is_recorded() -> None:

@@ -40,7 +40,7 @@ def made(command: str) -> list[str]:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_reads_by_default_and_ends(path: Path) -> None:
-    """Jobs ask for further permissions by name, and none of them uses a secret."""
+    """Jobs ask for further permissions by name, none of them uses a secret, actions are pinned."""
     workflow = read(path)
     assert workflow["permissions"] == {"contents": "read"}
     assert "group" in workflow["concurrency"]
@@ -48,14 +48,9 @@ def test_a_workflow_reads_by_default_and_ends(path: Path) -> None:
     for job in workflow["jobs"].values():
         assert "uses" in job or 0 < job["timeout-minutes"] <= 240
         assert set(job.get("permissions", {})) <= {"pages", "id-token"}
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_the_actions_of_a_workflow_are_pinned(path: Path) -> None:
+        assert (ROOT / job.get("uses", ".")).exists()
     for step in steps(path):
         assert PINNED.fullmatch(step.get("uses", "actions/none@v0"))
-    for job in read(path)["jobs"].values():
-        assert (ROOT / job.get("uses", ".")).exists()
 
 
 def test_workflows_and_containers_call_targets_of_make() -> None:
@@ -109,22 +104,17 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_the_links_of_a_page_lead_to_files(path: Path) -> None:
+def test_the_links_of_a_page_lead_to_files_and_headings(path: Path) -> None:
     """The documentation has no links to files that its site does not have."""
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
-    targets = {link: (path.parent / link).resolve() for link in links}
-    inside = {link for link, to in targets.items() if to.exists() and path.parent in to.parents}
-    assert targets.keys() - inside == set()
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_the_links_of_a_page_lead_to_headings(path: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", path.read_text(encoding="utf-8"))
     for name, anchor in links:
-        text = (path.parent / name if name else path).read_text(encoding="utf-8")
-        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-        slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
-        assert anchor in slugs, f"{name}#{anchor}"
+        to = (path.parent / name).resolve() if name else path
+        assert to.exists(), name
+        assert path.parent in to.parents, name
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", to.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
+            assert anchor in slugs, f"{name}#{anchor}"
 
 
 def test_the_readme_fits_on_two_screens() -> None:

@@ -7,6 +7,7 @@ worker may be killed. ``MASTER_ADDR`` and ``MASTER_PORT`` hold the address of th
 """
 
 import faulthandler
+import functools
 import gc
 import os
 import signal
@@ -50,12 +51,15 @@ def _main(
     folder: str,
     listener: socket.socket,
     own_store: bool,
+    per_node: int | None,
 ) -> None:
     gc.freeze()  # the objects of the parent: collecting them would copy their memory to each child
     faulthandler.enable()
     torch.set_num_threads(1)
     host, port = listener.getsockname()
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR=host, MASTER_PORT=str(port))
+    if per_node is not None:
+        os.environ.update(LOCAL_RANK=str(rank % per_node), LOCAL_WORLD_SIZE=str(per_node))
     connected = False
     try:
         if own_store or rank > 0:
@@ -93,6 +97,20 @@ def _serve_store(listener: socket.socket) -> None:
         signal.pause()
 
 
+def _retried(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def retried(*args: Any, **options: Any) -> Any:
+        for _ in range(4):
+            try:
+                return function(*args, **options)
+            except StartError as error:
+                failed = error
+        raise failed
+
+    return retried
+
+
+@_retried
 def run(
     function: Callable[..., Any],
     *args: Any,
@@ -101,6 +119,7 @@ def run(
     may_die: tuple[int, ...] = (),
     newcomers: int | None = None,
     start: str = "fork",
+    workers_per_node: int | None = None,
 ) -> list[Any]:
     """Run ``function(rank, size, *args)`` on ``workers`` processes.
 
@@ -113,28 +132,12 @@ def run(
         newcomers: Number of further processes. With a number, also with 0, there is no process
             group, and the store has a process of its own.
         start: How processes start: "fork", which imports torch once, or "spawn", which CUDA needs.
+        workers_per_node: Number of workers for which to set the environment of torchrun.
 
     Raises:
         WorkerFailedError: a worker raised, or died without being in ``may_die``, or the time ran
             out.
     """
-    for _ in range(4):
-        try:
-            return _run(function, args, workers, seconds, may_die, newcomers, start)
-        except StartError as error:
-            failed = error
-    raise failed
-
-
-def _run(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    workers: int,
-    seconds: float,
-    may_die: tuple[int, ...],
-    newcomers: int | None,
-    start: str,
-) -> list[Any]:
     context = mp.get_context(start)
     own_store, ranks = newcomers is not None, range(workers + (newcomers or 0))
     listener = socket.create_server(("127.0.0.1", 0))  # rank 0 serves the store behind it
@@ -142,7 +145,7 @@ def _run(
         processes = [
             context.Process(
                 target=_main,
-                args=(rank, workers, function, args, folder, listener, own_store),
+                args=(rank, workers, function, args, folder, listener, own_store, workers_per_node),
                 daemon=True,
             )
             for rank in ranks

@@ -1,14 +1,14 @@
 """Eager schedules in nodes: the workers of a node agree on which messages have arrived."""
 
-import os
 import time
 from typing import Any
 
+import pytest
 import torch
 
-from loops import attach, bits, close, error_of, sgd
-from problems import flat, loss_of, make_batch, make_model, make_wide, train_step
-from replays import LR, logged, part_of_each_number, replay, settle
+from loops import attach, bits, error_of, sgd
+from problems import flat, make_batch, make_model, make_wide, train_step
+from replays import recorded, require_replayed
 from workers import run
 from worlds import simulated
 
@@ -31,44 +31,14 @@ def eager(rank: int, size: int) -> Any:
         optimizer, trace = sgd(model), []
         sync = attach(model, optimizer, text, wire=wire, node_group="auto")
         for step in range(STEPS):
-            time.sleep(
-                0.002 * ((rank + step) % 3)
-            )  # messages arrive at different times on each worker
+            time.sleep(0.002 * ((rank + step) % 3))  # messages arrive at different times
             train_step(model, optimizer, make_batch(rank, step, 8, torch.float32))
             trace.append(bits(flat(model)))
         landings = sync.stats.details["landings"]
         sync.finish()
         found.append((trace, bits(flat(model)), landings))
-    return found, [with_events(rank, text) for text in REPLAYED]
-
-
-def with_events(rank: int, text: str) -> Any:
-    """Return the model before each step and after the last landing, the events, and a consensus."""
-    model = make_model(rank)
-    optimizer, trace = sgd(model, LR), []
-    sync = attach(model, optimizer, text, wire="float32", node_group="auto")
-    events = logged(sync._iteration.flow)
-    for step in range(STEPS - rank // 2):  # the second node waits for the first one
-        if step:
-            trace.append(flat(model))
-        time.sleep(0.002 * ((rank + step) % 3))
-        loss = loss_of(model, make_batch(rank, step))
-        optimizer.zero_grad()
-        loss.backward()
-        events.append(("step", 0, 0.0))
-        optimizer.step()
-    with sync.consensus():
-        shown = flat(model)
-    settle(sync)
-    trace.append(flat(model))
-    sync.detach()
-    return trace, events, shown
-
-
-def in_environment(rank: int, size: int) -> Any:
-    """Set the environment of torchrun with two workers on each of two nodes."""
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
-    return eager(rank, size)
+    steps = STEPS - rank // 2  # the second node waits for the first one
+    return found, [recorded(rank, text, make_model(rank), steps) for text in REPLAYED]
 
 
 def require_equal_nodes(results: list[Any]) -> None:
@@ -79,29 +49,17 @@ def require_equal_nodes(results: list[Any]) -> None:
             twin = results[rank ^ 1][0][i]
             assert all(map(torch.equal, trace, twin[0])), row
             assert torch.equal(final, results[0][0][i][1]), row
-            assert landings == twin[2] > 0, (
-                "the workers of a node land the same parts during training"
-            )
+            assert landings == twin[2] > 0, row
         traces = results[0][0][i][0], results[2][0][i][0]
         assert not all(map(torch.equal, *traces)), "different nodes have different models"
-    for i, (text, parts) in enumerate(REPLAYED.items()):
-        of_ranks = [replayed[i] for _, replayed in results]
-        events = [events for _, events, _ in of_ranks]
-        assert events[0] == events[1], text
-        assert events[2] == events[3], text
-        expected = replay(part_of_each_number(parts, rows=False), [events[0], events[2]])
-        for rank, (trace, _, shown) in enumerate(of_ranks):
-            close(torch.stack(trace), torch.stack(expected[rank // 2]))
-            assert torch.equal(shown, of_ranks[0][2]), text
+    for i, parts in enumerate(REPLAYED.values()):
+        require_replayed([replayed[i] for _, replayed in results], parts, rows=False)
 
 
-def test_workers_of_a_node_stay_equal_on_real_processes() -> None:
-    require_equal_nodes(run(in_environment, workers=4))
-
-
-def test_workers_of_a_node_stay_equal_in_the_simulator() -> None:
-    """With a jitter of 30 % in the duration of steps."""
-    require_equal_nodes(simulated(eager, workers=4, workers_per_node=2))
+@pytest.mark.parametrize("world", [run, simulated])
+def test_workers_of_a_node_stay_equal(world: Any) -> None:
+    """Simulated steps have a jitter of 30 % in their duration."""
+    require_equal_nodes(world(eager, workers=4, workers_per_node=2))
 
 
 def poisoned(rank: int, size: int) -> Any:

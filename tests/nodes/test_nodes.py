@@ -36,18 +36,11 @@ TEXTS = [
 which contain other numbers in a node than in one worker."""
 
 
-def in_environment(rank: int) -> None:
-    """Set the environment of torchrun with two workers on each of two nodes."""
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
-
-
 # -- values ---------------------------------------------------------------------------------------
 
 
-def of_a_node(rank: int, size: int, real: bool = True) -> Any:
+def of_a_node(rank: int, size: int) -> Any:
     """Return, for each strategy, the model after each step and at the end, bytes, and decisions."""
-    if real:
-        in_environment(rank)
     found = []
     for text in TEXTS:
         model = make_model(rank)
@@ -86,7 +79,7 @@ def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:
 
     Simulated workers give the same as real processes.
     """
-    results = run(of_a_node, workers=4)
+    results = run(of_a_node, workers=4, workers_per_node=2)
     for i, text in enumerate(TEXTS):
         plain = simulated(of_one_worker, text, workers=2)
         for rank, found in enumerate(results):
@@ -107,7 +100,7 @@ def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:
     for i in (0, 1):
         for one, other in zip(results[3][i][0][:STEPS], reference, strict=True):
             close(one, other, 1e-12)
-    virtual = simulated(of_a_node, False, workers=4, workers_per_node=2)
+    virtual = simulated(of_a_node, workers=4, workers_per_node=2)
     for real, other in zip(results, virtual, strict=True):
         for one, same in zip(real, other, strict=True):
             for a, b in zip([*one[0], one[1]], [*same[0], same[1]], strict=True):
@@ -118,47 +111,78 @@ def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:
 # -- other features of attach -------------------------------------------------------------------
 
 
-def with_statistics(seed: int) -> nn.Sequential:
-    return nn.Sequential(make_model(seed), nn.BatchNorm1d(1, dtype=torch.float64))
+def with_statistics(seed: int) -> nn.Module:
+    model = make_model(seed)
+    model.register_buffer("seen", torch.zeros(4, dtype=torch.float64))
+    return model
+
+
+class Clipped:
+    """A training with accumulation, clipping, momentum and a buffer, on the data of some ranks."""
+
+    def __init__(self, seed: int, ranks: list[int], **options: Any) -> None:
+        self.model, self.ranks = with_statistics(seed), ranks
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.sync = attach(self.model, self.optimizer, "local:period=1", **options)
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        for rank in self.ranks:
+            for half in (0, 1):
+                batch = make_batch(rank, 2 * step + half)
+                (loss_of(self.model, batch) / len(self.ranks)).backward()
+                self.model.seen += batch[0].mean(0) / len(self.ranks)
+        self.sync.clip_grad_norm_(0.5)
+        self.optimizer.step()
 
 
 def statistics(rank: int, size: int, folder: str) -> Any:
-    """Train with clipping, accumulation, a moving average, a consensus, and a checkpoint."""
+    """Train also with a moving average, a consensus, and a checkpoint that is loaded."""
     node = node_of(rank)
-    model = with_statistics(rank)
+    one = Clipped(rank, [rank], node_group=node)
     ema = torch.optim.swa_utils.AveragedModel(with_statistics(rank + 10), use_buffers=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with attach(model, optimizer, "local:period=1", node_group=node) as sync:
-        for step in range(4):
-            optimizer.zero_grad()
-            for half in (0, 1):
-                loss_of(model, make_batch(rank, 2 * step + half)).backward()
-            sync.clip_grad_norm_(0.5)
-            optimizer.step()
-            if step == 0:
-                ema.update_parameters(model)
-            if step == 1:
-                offbeat.save(folder, sync)
-                saved = everything(model)
-        with sync.consensus():
-            shown = everything(model)
-        sync.finish(also=[ema])
-    final = everything(model)
-    again = with_statistics(rank + 20)
-    optimizer = torch.optim.SGD(again.parameters(), lr=0.05, momentum=0.9)
-    sync = attach(again, optimizer, "local:period=1", node_group=node)
-    loaded = offbeat.load(folder, sync)
+    for step in range(4):
+        one.step(step)
+        if step == 0:
+            ema.update_parameters(one.model)
+        if step == 1:
+            offbeat.save(folder, one.sync)
+            saved = everything(one.model)
+    with one.sync.consensus():
+        shown = everything(one.model)
+    one.sync.finish(also=[ema])
+    again = Clipped(rank + 20, [rank], node_group=node)
+    loaded = offbeat.load(folder, again.sync)
     assert loaded is not None
     assert loaded.path.name.endswith(f"rank{rank}.pt")
-    same = all(torch.equal(a, b) for a, b in zip(everything(again), saved, strict=True))
+    same = all(map(torch.equal, everything(again.model), saved))
     for step in (2, 3):
-        optimizer.zero_grad()
-        for half in (0, 1):
-            loss_of(again, make_batch(rank, 2 * step + half)).backward()
-        sync.clip_grad_norm_(0.5)
-        optimizer.step()
-    sync.finish()
-    return final, shown, everything(again), [same], everything(ema)
+        again.step(step)
+    again.sync.finish()
+    return everything(one.model), shown, everything(again.model), same, everything(ema)
+
+
+def without_nodes(rank: int, size: int) -> list[Tensor]:
+    one = Clipped(2 * rank, [2 * rank, 2 * rank + 1])
+    for step in range(4):
+        one.step(step)
+    one.sync.finish()
+    return everything(one.model)
+
+
+def test_clipping_further_modules_buffers_consensus_and_checkpoints_work_in_nodes(
+    tmp_path: Any,
+) -> None:
+    """Each node clips its mean gradient, as one worker with all of its data does."""
+    results = run(statistics, str(tmp_path), workers=4)
+    expected = simulated(without_nodes, workers=2)[0]
+    for final, shown, resumed, same, ema in results:
+        assert same
+        assert all(map(torch.equal, final, results[0][0]))
+        assert all(map(torch.equal, ema, results[0][4]))
+        for model in (final, shown, resumed):
+            for got, want in zip(model, expected, strict=True):
+                close(got, want)
 
 
 def node_of(rank: int) -> Any:
@@ -193,59 +217,7 @@ def test_without_the_file_of_one_process_all_load_the_checkpoint_before(
     assert run(two_checkpoints, str(tmp_path), True, workers=4) == [1] * 4
 
 
-def test_clipping_further_modules_buffers_consensus_and_checkpoints_work_in_nodes(
-    tmp_path: Any,
-) -> None:
-    """The models are those of the reference below, which clips the mean gradient of each node."""
-    results = run(statistics, str(tmp_path), workers=4)
-    model = reference_of_statistics()
-    for final, shown, again, same, ema in results:
-        assert same == [True]
-        for one, other, resumed, first in zip(final, shown, again, results[0][0], strict=True):
-            assert torch.equal(one, first)
-            close(other.double(), one.double())
-            close(resumed.double(), one.double())
-        for one, other in zip(final, everything(model), strict=True):
-            close(one.double(), other.double())
-        assert all(torch.equal(a, b) for a, b in zip(ema, results[0][4], strict=True))
-
-
-def reference_of_statistics() -> nn.Module:
-    """Compute two nodes by hand: mean gradient, clip, momentum, and the mean of the models."""
-    model = with_statistics(0)
-    parameters, buffers = list(model.parameters()), dict(model[1].named_buffers())
-    momenta = [[torch.zeros_like(p) for p in parameters] for _ in (0, 1)]
-    for step in range(4):
-        moved, kept = [], {name: b.clone() for name, b in buffers.items()}
-        seen: list[dict[str, Tensor]] = []
-        for node in (0, 1):
-            gradients = [torch.zeros_like(p) for p in parameters]
-            for rank in (2 * node, 2 * node + 1):
-                for name, buffer in buffers.items():
-                    buffer.copy_(kept[name])
-                for half in (0, 1):
-                    loss = loss_of(model, make_batch(rank, 2 * step + half))
-                    for g, one in zip(
-                        gradients, torch.autograd.grad(loss, parameters), strict=True
-                    ):
-                        g += one / 2
-                seen.append({name: b.clone() for name, b in buffers.items()})
-            norm = torch.cat([g.reshape(-1) for g in gradients]).norm()
-            for velocity, g in zip(momenta[node], gradients, strict=True):
-                velocity.mul_(0.9).add_(g * min(1.0, 0.5 / (float(norm) + 1e-6)))
-            moved.append([p - 0.05 * v for p, v in zip(parameters, momenta[node], strict=True)])
-        with torch.no_grad():
-            for p, one, other in zip(parameters, *moved, strict=True):
-                p.copy_((one + other) / 2)
-            for name, buffer in buffers.items():
-                if buffer.is_floating_point():
-                    buffer.copy_(sum(one[name] for one in seen) / 4)
-                else:
-                    buffer.copy_(seen[0][name])
-    return model
-
-
-def scaled(rank: int) -> Any:
+def scaled(rank: int, size: int) -> Any:
     """Train with an overflow on rank 1 in step 2. Return steps, scales and models."""
     found = []
     for text in ("bsp", "local:period=5"):
@@ -274,7 +246,7 @@ def large(seed: int) -> nn.Sequential:
         return nn.Sequential(*layers).double()
 
 
-def overlapped(rank: int) -> Any:
+def overlapped(rank: int, size: int) -> Any:
     """Train with buckets launched during backward, with two backward passes in later steps."""
     began: list[int] = []
     model = large(rank)
@@ -312,39 +284,20 @@ def several(rank: int, size: int, text: str) -> Any:
     return flat(model)
 
 
-def uneven_nodes(rank: int) -> Any:
-    """Train with two batches less on the second node."""
-    model = make_model(rank)
-    optimizer = sgd(model)
-    with attach(model, optimizer, "local:period=2", node_group="auto") as sync:
-        for step in range(7 - rank // 2 * 2):
-            train_step(model, optimizer, make_batch(rank, step))
-    return sync.step, flat(model)
-
-
-def more(rank: int, size: int) -> Any:
-    return scaled(rank), overlapped(rank), uneven_nodes(rank)
-
-
-@pytest.fixture(scope="module")
-def found() -> list[Any]:
-    """Run in the simulator, which gives the results of processes (see above)."""
-    return simulated(more, workers=4, workers_per_node=2)
-
-
-def test_all_workers_of_a_node_skip_a_step_with_an_overflow(found: list[Any]) -> None:
+def test_all_workers_of_a_node_skip_a_step_with_an_overflow() -> None:
     """With BSP the workers of the other node skip it, too."""
-    for rank, (of_rank, *_) in enumerate(found):
+    found = simulated(scaled, workers=4, workers_per_node=2)
+    for rank, of_rank in enumerate(found):
         for (steps, scale, models), skips in zip(of_rank, (True, rank < 2), strict=True):
             assert steps == 4
             assert scale == (2.0 if skips else 4.0)
             assert torch.equal(models[2], models[1]) or not skips
             assert models.isfinite().all()
-        for one, other in zip(of_rank, found[rank ^ 1][0], strict=True):
+        for one, other in zip(of_rank, found[rank ^ 1], strict=True):
             assert torch.equal(one[2], other[2])
 
 
-def test_means_inside_the_node_are_launched_during_backward(found: list[Any]) -> None:
+def test_means_inside_the_node_are_launched_during_backward() -> None:
     model = large(0)
     for step, passes in enumerate((1, 2, 2)):
         model.zero_grad()
@@ -354,8 +307,7 @@ def test_means_inside_the_node_are_launched_during_backward(found: list[Any]) ->
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.05 * p.grad  # type: ignore[operator]
-    for one in found:
-        began, final = one[1]
+    for began, final in simulated(overlapped, workers=4, workers_per_node=2):
         assert began, "buckets were announced"
         close(final, flat(model))
 
@@ -370,35 +322,26 @@ def test_any_number_of_workers_in_a_node_and_of_optimizers(text: str, workers: i
         close(final, expected)
 
 
-def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
-    assert [one[2][0] for one in found] == [7, 7, 5, 5]
-    for one in found:
-        assert torch.equal(one[2][1], found[0][2][1])
-
-
 # -- errors ---------------------------------------------------------------------------------------
 
 
-CASES: list[dict[str, Any]] = [
-    {"strategy": "bsp", "node_group": "auto"},
-    {"strategy": "bsp", "node_group": "other"},
-    {"strategy": "bsp", "node_group": "auto", "min_workers": 1},
+CASES: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({}, {}),
+    ({}, {"node_group": "other"}),
+    ({}, {"min_workers": 1}),
+    ({"LOCAL_WORLD_SIZE": "2"}, {}),  # with LOCAL_RANK=RANK, as in a node of three
 ]
+"""Environment and options of ``attach``."""
 
 
 def refused(rank: int, size: int) -> Any:
-    os.environ.pop("LOCAL_RANK", None)
-    found = []
-    for case in CASES:
-        model = make_model(rank)
-        options = {name: value for name, value in case.items() if name != "strategy"}
-        found.append(
-            error_of(lambda m=model, c=case, o=options: attach(m, sgd(m), c["strategy"], **o))
-        )
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")  # of a node of three
-    model = make_model(rank)
-    found.append(error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto")))
-    in_environment(rank)
+    found, model = [], make_model(rank)
+    for environment, options in CASES:
+        if environment:
+            os.environ.update(LOCAL_RANK=str(rank), **environment)
+        given = {"node_group": "auto", **options}
+        found.append(error_of(lambda o=given: attach(model, sgd(model), "bsp", **o)))
+    os.environ.update(LOCAL_RANK=str(rank % 2))
     sync = attach(model, sgd(model), "local:period=8", node_group="auto")
     optimizer = sync._worker.optimizers[0].optimizer
     dist.barrier()
@@ -482,7 +425,6 @@ def test_a_transport_without_nodes_is_refused() -> None:
 
 
 def one_dies(rank: int, size: int) -> Any:
-    in_environment(rank)
     model = make_model(rank)
     sync = attach(model, sgd(model), "local:period=2", node_group="auto", timeout_seconds=100)
     optimizer = sync._worker.optimizers[0].optimizer
@@ -501,7 +443,7 @@ def one_dies(rank: int, size: int) -> Any:
 
 def test_all_workers_notice_a_dead_worker() -> None:
     """Before the time-out. The error says whether ranks are inside the node or between nodes."""
-    results = run(one_dies, workers=4, may_die=(3,))
+    results = run(one_dies, workers=4, may_die=(3,), workers_per_node=2)
     for kinds, _ in results[:3]:
         assert "CommunicationError" in kinds
     assert "rank 1" in results[2][1], "its place in its node"

@@ -6,7 +6,6 @@ differ in size and some are empty.
 
 import importlib
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from cells import some
 from loops import attach, close, error_of
 from pages import code_on
 from problems import loss_of, make_batch, make_model, train_step
-from replays import LR, Event, logged, part_of_each_number, replay, settle
+from replays import part_of_each_number, recorded, require_replayed, whole
 from workers import run
 from worlds import simulated
 
@@ -40,11 +39,6 @@ FIXED = [
 """Strategies whose schedule does not depend on time, and whose only part is the model."""
 
 
-def in_environment(rank: int) -> None:
-    """Set the environment of torchrun with two workers on each of two nodes."""
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
-
-
 def divided(
     model: nn.Module, *, layers: bool = True, reshards: bool = True, workers: int = 2
 ) -> nn.Module:
@@ -60,12 +54,6 @@ def divided(
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     return model
-
-
-def whole(tensors: Any) -> Tensor:
-    """Return all numbers of tensors and DTensors."""
-    full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-    return torch.cat([t.detach().reshape(-1).double() for t in full]).clone()
 
 
 def model_of(model: nn.Module) -> Tensor:
@@ -106,7 +94,6 @@ def trained(rank: int, text: str, *, shards: bool) -> Any:
 
 
 def shard_by_shard(rank: int, size: int, texts: list[str]) -> Any:
-    in_environment(rank)
     return [trained(rank, text, shards=True) for text in texts]
 
 
@@ -121,7 +108,7 @@ def test_shards_train_as_whole_models_do(texts: list[str]) -> None:
     Includes clipping by the norm over all shards, buffers, and an evaluation that leaves modules
     with gathered parameters.
     """
-    found = run(shard_by_shard, texts, workers=4)
+    found = run(shard_by_shard, texts, workers=4, workers_per_node=2)
     expected = simulated(all_on_each, texts, workers=4, workers_per_node=2)
     for shards, wholes in zip(found, expected, strict=True):
         for i, ((one, synced), (other, expect)) in enumerate(zip(shards, wholes, strict=True)):
@@ -134,126 +121,44 @@ def test_shards_train_as_whole_models_do(texts: list[str]) -> None:
 # -- parts of equal bytes --------------------------------------------------------------------------
 
 
-def cyclic_events(parts: int, cycle: int, steps: int) -> list[Event]:
-    """Return the events of a node with the cyclic schedule of streaming averaging.
-
-    Each round launches the next ``parts / min(parts, cycle)`` parts, rounded up. A part lands
-    ``cycle`` steps later, or before it is launched again.
-    """
-    events: list[Event] = []
-    flying: list[tuple[int, int]] = []  # part and step of the launch
-    period, number = max(1, cycle // parts), -(-parts // min(parts, cycle))
-    next_part, launched = 0, 0
-
-    def land() -> None:
-        events.append(("land", flying.pop(0)[0], 2.0))
-
-    for step in range(1, steps + 1):
-        events.append(("step", 0, 0.0))
-        while flying and step - flying[0][1] >= cycle:
-            land()
-        if step - launched >= period:
-            launched = step
-            for _ in range(number):
-                while any(part == next_part for part, _ in flying):
-                    land()
-                flying.append((next_part, step))
-                events.append(("launch", next_part, 1.0))
-                next_part = (next_part + 1) % parts
-    while flying:
-        land()
-    return events
+REPLAYED = {
+    "streaming:schedule=cyclic,outer_gain=1,parts=3,staleness=4": 3,
+    "streaming:schedule=cyclic,outer_gain=1,parts=24,staleness=4": 24,
+    "streaming:schedule=cyclic,outer_gain=1,parts=5,staleness=12": 5,
+    "streaming:outer_gain=1,parts=24": 24,
+    "async:schedule=eager,staleness=4": 1,
+}
+"""The number of parts."""
 
 
-def in_parts(rank: int, size: int, texts: list[str], sleeps: bool) -> Any:
-    """Return the model before each step and after the last landing, events, and a consensus."""
-    in_environment(rank)
-    found = []
-    for text in texts:
-        model = divided(make_model(rank // 2), layers=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        sync = attach(model, optimizer, text, node_group="auto")
-        trace, events = [], logged(sync._iteration.flow)
-        for step in range(STEPS if not sleeps else 3 * STEPS - rank // 2):
-            if step:
-                trace.append(whole(model.parameters()))
-            if sleeps:
-                time.sleep(0.002 * ((rank + step) % 3))
-            loss = loss_of(model, make_batch(rank, step))
-            optimizer.zero_grad()
-            loss.backward()
-            events.append(("step", 0, 0.0))
-            optimizer.step()
-        with sync.consensus():
-            shown = whole(model.parameters())
-        settle(sync)
-        trace.append(whole(model.parameters()))
-        sync.detach()
-        found.append((trace, events, shown))
-    return found
+def in_parts(rank: int, size: int) -> Any:
+    steps = 3 * STEPS - rank // 2  # one node takes a step less
+    return [
+        recorded(rank, text, divided(make_model(rank // 2), layers=False), steps)
+        for text in REPLAYED
+    ]
 
 
-def test_parts_of_shards_follow_the_schedule() -> None:
+def test_parts_of_shards_land_as_they_arrive() -> None:
     """The workers of a node hold 24 and 16 numbers: of 24 parts one of them has 8 empty ones."""
-    counts = [(3, 4), (24, 4), (5, 12)]
-    text = "streaming:schedule=cyclic,outer_gain=1,parts={},staleness={}"
-    results = run(in_parts, [text.format(*one) for one in counts], False, workers=4)
     assert part_of_each_number(24, rows=True).bincount().tolist() == [2] * 16 + [1] * 8
-    for i, (parts, staleness) in enumerate(counts):
-        events = cyclic_events(parts, staleness // 2, STEPS)
-        expected = replay(part_of_each_number(parts, rows=True), [events, events])
-        shown = (expected[0][-1] + expected[1][-1]) / 2
-        for rank, found in enumerate(results):
-            trace, same, consensus = found[i]
-            assert same == events
-            close(torch.stack(trace), torch.stack(expected[rank // 2]))
-            close(consensus, shown)
+    results = run(in_parts, workers=4, workers_per_node=2)
+    for i, parts in enumerate(REPLAYED.values()):
+        require_replayed([found[i] for found in results], parts, rows=True)
 
 
-def test_eager_parts_of_shards_land_as_they_arrive() -> None:
-    """The models follow from the launches and landings, which are equal inside a node.
+# -- lossy wires -----------------------------------------------------------------------------------
 
-    Steps take different times, and one node takes a step less.
-    """
-    rows = {
-        "streaming:outer_gain=1,parts=24": 24,
-        "async:schedule=eager,staleness=4": 1,
-    }
-    results = run(in_parts, list(rows), True, workers=4)
-    for i, (text, parts) in enumerate(rows.items()):
-        events = [results[rank][i][1] for rank in range(4)]
-        assert events[0] == events[1], text
-        assert events[2] == events[3], text
-        assert sum(kind == "land" for kind, *_ in events[0]) > 2, text
-        expected = replay(part_of_each_number(parts, rows=True), [events[0], events[2]])
-        for rank, found in enumerate(results):
-            close(torch.stack(found[i][0]), torch.stack(expected[rank // 2]))
-            assert torch.equal(found[i][2], results[0][i][2])
-
-
-# -- every strategy over every wire ----------------------------------------------------------------
-
-WIRES = ["float32", "int8", "int2"]
-EVERY = [
-    "streaming",
-    "streaming:parts=3,staleness=6",
-    "streaming:parts=24",
-    "streaming:schedule=cyclic,staleness=4,parts=3",
-    "streaming:schedule=cyclic,staleness=4,parts=24",
-    "async:schedule=eager,staleness=4",
-    "async:schedule=eager,staleness=3,outer_momentum=0.5",
-    "async:schedule=cyclic,staleness=4",
-    "diloco:period=4,fragments=3,overlap=1",
-    "diloco:period=4,fragments=2",
-    "local:period=2",
-    "selsync:delta=0.05",
-    "selsync:target_lssr=0.5,flags=deferred",
-    "selsync:delta=0.05,aggregate=gradients",
-    "bsp",
+LOSSY = [
+    ("streaming:parts=3,staleness=6", "int2"),
+    ("streaming:schedule=cyclic,staleness=4,parts=24", "int8"),
+    ("async:schedule=eager,staleness=3,outer_momentum=0.5", "int8"),
+    ("diloco:period=4,fragments=3,overlap=1", "int8"),
+    ("selsync:target_lssr=0.5,flags=deferred", "int2"),
+    ("selsync:delta=0.05,aggregate=gradients", "int8"),
+    ("bsp", "int8"),
 ]
-GRID = [(text, wire) for text in EVERY for wire in WIRES]
-# Eager parts, parts in turn, fragments, models and gradients, over one wire after the other.
-DAILY = [(text, WIRES[i % 3]) for i, text in enumerate(EVERY) if i % 4 == 1]
+"""Eager parts, parts in turn, fragments, models and gradients."""
 
 
 def uneven(seed: int) -> nn.Module:
@@ -269,13 +174,10 @@ def one_row(seed: int) -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1, bias=False))
 
 
-def all_alike(
-    rank: int, size: int, make: Callable[[int], nn.Module], rows: list[tuple[str, Any]]
-) -> Any:
+def all_alike(rank: int, size: int, make: Callable[[int], nn.Module]) -> Any:
     """Return, for each row, a consensus, the end and decisions. Steps take different times."""
-    in_environment(rank)
     found = []
-    for text, wire in rows:
+    for text, wire in LOSSY:
         model = divided(make(rank // 2), layers=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         sync = attach(model, optimizer, text, wire=wire, node_group="auto")
@@ -292,8 +194,11 @@ def all_alike(
     return found
 
 
-def require_alike(rows: list[tuple[str, Any]], results: list[Any]) -> None:
-    for i, row in enumerate(rows):
+@pytest.mark.parametrize("make", [uneven, one_row])
+def test_all_workers_end_equal_and_nodes_decide_alike(make: Callable[[int], nn.Module]) -> None:
+    """In a consensus and at the end. A worker may hold no parameters."""
+    results = run(all_alike, make, workers=4, workers_per_node=2, seconds=110)
+    for i, row in enumerate(LOSSY):
         shown, end, _, syncs = results[0][i]
         assert shown.isfinite().all(), row
         assert end.isfinite().all(), row
@@ -305,17 +210,6 @@ def require_alike(rows: list[tuple[str, Any]], results: list[Any]) -> None:
             assert of_rank[i][2:] == results[rank ^ 1][i][2:], (row, "decisions of a node")
 
 
-@pytest.mark.parametrize("rows", some([DAILY, [row for row in GRID if row not in DAILY]], 0))
-def test_all_workers_end_equal_and_nodes_decide_alike(rows: list[tuple[str, Any]]) -> None:
-    """With every strategy and wire, in a consensus and at the end."""
-    require_alike(rows, run(all_alike, uneven, rows, workers=4, seconds=110))
-
-
-def test_a_worker_may_hold_no_parameters() -> None:
-    rows = [("streaming:parts=3", "float32"), ("bsp", "float32"), ("diloco:period=4", "int8")]
-    require_alike(rows, run(all_alike, one_row, rows, workers=4))
-
-
 # -- non-finite values -----------------------------------------------------------------------------
 
 NON_FINITE = ["bsp", "streaming:schedule=cyclic,staleness=4,parts=1"]
@@ -323,7 +217,6 @@ NON_FINITE = ["bsp", "streaming:schedule=cyclic,staleness=4,parts=1"]
 
 def spoiled(rank: int, size: int) -> list[str]:
     """Train with NaN in one row of a gradient of the first node. One worker holds that row."""
-    in_environment(rank)
     errors = []
     for text in NON_FINITE:
         model = divided(make_model(rank // 2), layers=False)
@@ -345,7 +238,7 @@ def spoiled(rank: int, size: int) -> list[str]:
 
 
 def test_a_node_is_named_if_one_of_its_shards_is_not_finite() -> None:
-    for errors in run(spoiled, workers=4):
+    for errors in run(spoiled, workers=4, workers_per_node=2):
         for error in errors:
             assert error.startswith("rank 0 would contribute NaN or infinity to the mean at step")
 
@@ -398,7 +291,6 @@ def scaled(rank: int, size: int, texts: list[str]) -> Any:
 
 def resumed(rank: int, size: int, rows: list[tuple[str, Any]], folder: str) -> Any:
     """Train, train with a save, and with a save and a load. Count the saved numbers."""
-    in_environment(rank)
     found = []
     for i, row in enumerate(rows):
         training = Scaled(rank, *row, shards=True)
@@ -433,7 +325,7 @@ def test_a_saved_training_resumes_bit_for_bit(rows: list[tuple[str, Any]], tmp_p
     With an exact wire every step is that of nodes without shards.
     """
     exact = [i for i, (text, wire) in enumerate(rows) if wire is None and text in FIXED]
-    results = run(resumed, rows, str(tmp_path), workers=4)
+    results = run(resumed, rows, str(tmp_path), workers=4, workers_per_node=2)
     expected = simulated(scaled, [rows[i][0] for i in exact], workers=4, workers_per_node=2)
     matrices = sum(p.numel() for p in make_model().parameters() if p.dim() == 2)
     for rank, found in enumerate(results):
@@ -485,7 +377,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 def refused(rank: int, size: int) -> Any:
     """Collect errors of rank 0 alone, then of all workers. Then run the example of the docs."""
-    in_environment(rank)
     found = []
     for case, options, _ in REFUSED:
         model, given = meshes(case), {"strategy": "local:period=2", "node_group": "auto", **options}
@@ -514,7 +405,7 @@ def refused(rank: int, size: int) -> Any:
 
 def test_unsupported_uses_of_shards_are_refused() -> None:
     """Errors that follow from the arguments alone are raised before any message is sent."""
-    results = run(refused, workers=4)
+    results = run(refused, workers=4, workers_per_node=2)
     for (kinds, text), (_, _, part) in zip(results[0][0], REFUSED, strict=True):
         assert "AttachError" in kinds, text
         assert part in text

@@ -60,21 +60,28 @@ def test_a_killed_worker_is_noticed() -> None:
 SLOW = Compute(1.0, slowdown=lambda rank, step, _: 30.0 if (rank, step) == (1, 3) else 1.0)
 
 
-def test_a_loss_fails_pending_operations_when_it_is_noticed() -> None:
-    """A waiting worker fails ``NOTICE_SECONDS`` after the loss."""
-    found = run(Kill(worker=1, at="4.5 s"), compute=SLOW)
-    for rank in (0, 2):
-        assert found.results[rank]["seconds"] == pytest.approx(4.5 + NOTICE_SECONDS)
-
-
-def test_a_silent_worker_is_noticed_after_the_time_out() -> None:
-    """The first wait for it lasts ``timeout_seconds``."""
-    found = run(Kill(worker=1, at="20 s"), compute=SLOW)
+@pytest.mark.parametrize(
+    ("at", "error", "text", "seconds"),
+    [
+        (
+            "4.5 s",
+            CommunicationError,
+            "lost the connection to rank 1",
+            pytest.approx(4.5 + NOTICE_SECONDS),
+        ),
+        ("20 s", CommunicationTimeout, "timeout_seconds=5", pytest.approx(9.05, abs=0.05)),
+    ],
+)
+def test_waiting_workers_notice_a_lost_or_silent_one(
+    at: str, error: type[Exception], text: str, seconds: Any
+) -> None:
+    """``NOTICE_SECONDS`` after the loss, or when the first wait has lasted ``timeout_seconds``."""
+    found = run(Kill(worker=1, at=at), compute=SLOW)
     for rank in (0, 2):
         one = found.results[rank]
-        assert one["error"] is CommunicationTimeout
-        assert "timeout_seconds=5" in one["text"]
-        assert 9 <= one["seconds"] < 9.1
+        assert one["error"] is error
+        assert text in one["text"]
+        assert one["seconds"] == seconds
 
 
 def test_a_newcomer_times_out_if_no_worker_regroups() -> None:

@@ -9,42 +9,31 @@ from offbeat.simulate.network import Network, cost
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers", "seconds"),
+    ("kind", "workers", "seconds", "sent"),
     [  # 1 MB at 125 MB/s: M/B = 8 ms; α = 0.1 ms
-        ("reduce", 2, 2 * 1 * (0.1e-3 + 4e-3)),
-        ("reduce", 4, 2 * 3 * (0.1e-3 + 2e-3)),
-        ("broadcast", 2, 8.1e-3),
-        ("broadcast", 4, 16.2e-3),
-        ("broadcast", 5, 24.3e-3),
-        ("broadcast", 8, 24.3e-3),
-        ("broadcast", 9, 32.4e-3),
-        ("gather", 2, 8.1e-3),
-        ("gather", 4, 24.1e-3),
-        ("reduce", 1, 0.0),
-        ("broadcast", 1, 0.0),
-        ("gather", 1, 0.0),
-        ("exchange", 1, 0.0),
-        ("exchange", 2, 0.1e-3 + 1 * 4e-3),
-        ("exchange", 4, 0.1e-3 + 3 * 2e-3),
-        ("exchange", 5, 0.1e-3 + 4 * 1.6e-3),
+        ("reduce", 1, 0.0, 0.0),
+        ("reduce", 2, 2 * 1 * (0.1e-3 + 4e-3), 1.0),
+        ("reduce", 4, 2 * 3 * (0.1e-3 + 2e-3), 1.5),
+        ("broadcast", 1, 0.0, 0.0),
+        ("broadcast", 2, 8.1e-3, 0.5),
+        ("broadcast", 4, 16.2e-3, 0.75),
+        ("broadcast", 5, 24.3e-3, 0.8),
+        ("broadcast", 8, 24.3e-3, 0.875),
+        ("broadcast", 9, 32.4e-3, 8 / 9),
+        ("gather", 1, 0.0, 0.0),
+        ("gather", 2, 8.1e-3, 1.0),
+        ("gather", 4, 24.1e-3, 3.0),
+        ("exchange", 1, 0.0, 0.0),
+        ("exchange", 2, 0.1e-3 + 1 * 4e-3, 0.5),
+        ("exchange", 4, 0.1e-3 + 3 * 2e-3, 0.75),
+        ("exchange", 5, 0.1e-3 + 4 * 1.6e-3, 0.8),
     ],
 )
-def test_collectives_cost_what_the_formulas_say(kind: Any, workers: int, seconds: float) -> None:
-    assert cost(kind, 1e6, workers, 125e6, 1e-4)[0] == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    ("kind", "sent"),
-    [
-        ("reduce", 1500.0),
-        ("broadcast", 750.0),
-        ("gather", 3000.0),
-        ("exchange", 750.0),
-    ],
-)
-def test_workers_send_what_the_formulas_say(kind: Any, sent: float) -> None:
-    """1000 bytes among 4 workers."""
-    assert cost(kind, 1000, 4, 125e6, 1e-4)[1] == sent
+def test_collectives_cost_what_the_formulas_say(
+    kind: Any, workers: int, seconds: float, sent: float
+) -> None:
+    """``sent``: megabytes of each worker."""
+    assert cost(kind, 1e6, workers, 125e6, 1e-4) == pytest.approx((seconds, 1e6 * sent))
 
 
 def test_text_and_numbers_make_the_same_network() -> None:
@@ -86,6 +75,14 @@ def test_a_collective_takes_the_slowest_link() -> None:
         (lambda: Network("1Gbit/s", -1e-3), ValueError, "at least 0"),
         (lambda: Network(lambda *_: "fast").bits_per_second(0, 0.0), ValueError, "'fast' is not"),
         (lambda: Network(None), TypeError, "None is not a bandwidth"),
+        (lambda: Network("1Gbit/s", workers_per_node=0), ValueError, "workers_per_node"),
+        (lambda: Network("1Gbit/s", inside="1Gbit/s"), ValueError, "inside needs nodes"),
+        (lambda: Network("1Gbit/s", inside_latency="1us"), ValueError, "inside_latency needs"),
+        (
+            lambda: Network("1Gbit/s", workers_per_node=2, inside="1GB"),
+            ValueError,
+            "'1GB' is not a bandwidth",
+        ),
     ],
 )
 def test_impossible_networks_are_refused(

@@ -192,20 +192,6 @@ def test_messages_of_a_node_queue_at_its_link() -> None:
     assert result.sent_bytes == [size, size, 0, 0], "bytes inside a node do not count"
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"workers_per_node": 0}, "workers_per_node"),
-        ({"inside": "1Gbit/s"}, "inside needs nodes"),
-        ({"inside_latency": "1us"}, "inside_latency needs nodes"),
-        ({"workers_per_node": 2, "inside": "1GB"}, "'1GB' is not a bandwidth"),
-    ],
-)
-def test_impossible_nodes_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Network("1Gbit/s", **options)
-
-
 def test_workers_fill_the_nodes() -> None:
     with pytest.raises(ValueError, match="workers=3 do not fill nodes of workers_per_node=2"):
         simulate(lambda: None, workers=3, network=network())

@@ -88,27 +88,6 @@ def test_a_bsp_step_is_compute_and_all_reduce() -> None:
         assert one["stats"]["idle"] == pytest.approx(1 - STEP / step, rel=1e-9)
 
 
-def test_messages_meet_a_bandwidth_that_changes() -> None:
-    """4 kB take 4 ms at 1 MB/s, then 8 ms at half of it; a later change has no effect on them."""
-
-    def worker() -> list[float]:
-        communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
-        times = []
-        for _ in range(2):
-            if communicator.rank == 0:
-                communicator.send(torch.zeros(1_000), destination=1, what="part").wait()
-            else:
-                communicator.receive(torch.zeros(1_000), source=0, what="part").wait()
-            times.append(float(communicator.host.now()))
-        return times
-
-    def bandwidth(rank: int, now: float) -> float:
-        return 8e6 if now < 0.004 or rank == 1 else 4e6 if now < 0.005 else 24e6
-
-    network = Network(bandwidth, latency=0.0)
-    assert simulate(worker, workers=2, network=network).results[1] == pytest.approx([0.004, 0.012])
-
-
 def test_the_totals_include_the_end() -> None:
     """Rank 0 finishes a step early: it waits one step, and both wait for the mean of 100 kB."""
 
@@ -148,6 +127,58 @@ def test_cyclic_async_waits_for_what_a_merge_exceeds_the_cycle(elements: int) ->
         assert np.diff(ends) == pytest.approx([cycle] * 9, rel=1e-9)
         waited = 9 * max(0.0, mean - 4 * STEP)
         assert one["stats"]["wait_seconds"] == pytest.approx(waited, abs=1e-9)
+
+
+def draw(kind: str) -> float:
+    match kind:
+        case "normal":  # numpy makes them in pairs, and keeps the second
+            return float(np.random.normal())
+        case "uniform":
+            return float(np.random.random())
+        case "torch":
+            return float(torch.rand(()))
+    return random.random()
+
+
+def drawn_alone(seed: int, rank: int, kinds: list[str]) -> list[float]:
+    """Draw from generators of its own, which nobody else touches."""
+    a, b, c = (int(x) for x in np.random.SeedSequence((seed, rank)).generate_state(3))
+    one, two, three = torch.Generator().manual_seed(a), np.random.RandomState(b), random.Random(c)
+    draws = {
+        "torch": lambda: float(torch.rand((), generator=one)),
+        "normal": two.normal,
+        "uniform": two.random_sample,
+        "random": three.random,
+    }
+    return [draws[kind]() for kind in kinds]
+
+
+def test_each_worker_draws_as_a_process_of_its_own() -> None:
+    """In turns, the last one from later on. A worker may install another generator of numpy."""
+
+    def worker() -> tuple[list[str], list[float], float]:
+        rank, kinds, found = dist.get_rank(), list[str](), []
+        turns = random.Random(rank)
+        for turn in range(60):
+            number = 0 if rank == 2 and turn < 30 else turns.randrange(3)
+            for kind in turns.choices(["normal", "uniform", "torch", "random"], k=number):
+                kinds.append(kind)
+                found.append(draw(kind))
+            dist.barrier()
+        if rank == 1:
+            np.random.set_bit_generator(np.random.PCG64(4))
+        dist.barrier()
+        return kinds, found, np.random.random()
+
+    outside = np.random.RandomState(3)
+    np.random.seed(3)
+    assert np.random.normal() == outside.normal()
+    results = simulate(worker, workers=3, seed=5).results
+    for rank, (kinds, found, _) in enumerate(results):
+        assert found == drawn_alone(5, rank, kinds)
+        assert len(found) > 20
+    assert results[1][2] == np.random.RandomState(np.random.PCG64(4)).random()
+    assert [np.random.normal() for _ in range(3)] == [outside.normal() for _ in range(3)]
 
 
 SYNCHRONOUS = [
@@ -227,6 +258,19 @@ def test_shuffled_ties_do_not_change_synchronous_strategies(text: str) -> None:
         other = json.loads(trace(text, shuffle).rpartition("}[")[0] + "}")
         assert other["seconds"] == plain["seconds"]
         assert other["stats"] == plain["stats"]
+
+
+def test_a_seed_shuffles_ties() -> None:
+    """Without one, workers take turns in the order of their ranks."""
+
+    def order(seed: int | None) -> list[int]:
+        turns: list[int] = []
+        simulate(lambda: turns.append(dist.get_rank()), workers=20, shuffle_ties=seed)
+        return turns
+
+    assert order(None) == list(range(20))
+    assert order(1) == order(1) != list(range(20))
+    assert order(2) != order(1)
 
 
 def test_calls_of_torch_distributed_are_answered() -> None:
@@ -311,12 +355,8 @@ def test_the_account_is_complete(tmp_path: Path) -> None:
     result = simulate(
         training(SelSync(delta=0), 5), workers=3, network=NETWORK, compute=Compute(STEP)
     )
-    for rank in range(3):
-        spans = [s for s in result.timeline if s.rank == rank and s.kind != "transfer"]
-        assert sum(s.end - s.start for s in spans) == pytest.approx(result.seconds, rel=1e-12)
-        stats = result.stats[rank]
-        assert stats is not None
-        assert stats.compute_seconds == pytest.approx(5 * STEP, rel=1e-12)
+    require_complete(result)
+    assert [stats.compute_seconds for stats in result.stats] == pytest.approx([5 * STEP] * 3)
     payload = 5 * (100_000 + VOTE)
     ring_share = 4 / 3  # 2(N−1)/N
     assert result.sent_bytes[0] >= payload * ring_share
@@ -342,43 +382,49 @@ def test_bad_worker_counts_are_refused(workers: Any) -> None:
         simulate(lambda: None, workers=workers)
 
 
-def all_to_all(elements: int) -> float:
-    """Each worker sends to each other one, nearest first; the time when it has everything."""
-    communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
-    others = [(communicator.rank + i) % communicator.size for i in range(1, communicator.size)]
-    handles = [
-        communicator.send(torch.zeros(elements), destination=other, what="part") for other in others
-    ]
-    handles += [
-        communicator.receive(torch.zeros(elements), source=other, what="part") for other in others
-    ]
-    for handle in handles:
-        handle.wait()
-    return float(communicator.host.now())
+def when_received(
+    messages: list[tuple[int, int]], elements: int, workers: int, network: Network
+) -> list[float]:
+    """Return the time at which each worker has sent and received its messages, in this order."""
+
+    def worker() -> float:
+        communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
+        rank, x = communicator.rank, torch.zeros(elements)
+        to = [destination for source, destination in messages if source == rank]
+        of = [source for source, destination in messages if destination == rank]
+        handles = [communicator.send(x, destination=other, what="part") for other in to]
+        handles += [communicator.receive(x, source=other, what="part") for other in of]
+        for handle in handles:
+            handle.wait()
+        return float(communicator.host.now())
+
+    return simulate(worker, workers=workers, network=network).results
 
 
 def test_messages_queue_on_each_link_separately() -> None:
     """All to all at once takes as long as one link needs for N − 1 messages, and one latency."""
-    elements, workers = 125_000, 5  # 500 kB: 40 ms at 100 Mbit/s
-    network = Network("100Mbit/s", latency="3ms")
-    result = simulate(lambda: all_to_all(elements), workers=workers, network=network)
-    assert result.results == pytest.approx([(workers - 1) * 0.04 + 0.003] * workers)
-
-
-def to_one(elements: int) -> float:
-    """All others send to rank 0, which asks for the last one first."""
-    communicator = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
-    if communicator.rank:
-        communicator.send(torch.zeros(elements), destination=0, what="push").wait()
-    else:
-        for other in range(communicator.size - 1, 0, -1):
-            communicator.receive(torch.zeros(elements), source=other, what="push").wait()
-    return float(communicator.host.now())
+    messages = [(rank, (rank + i) % 5) for i in range(1, 5) for rank in range(5)]
+    # 500 kB: 40 ms at 100 Mbit/s
+    found = when_received(messages, 125_000, 5, Network("100Mbit/s", latency="3ms"))
+    assert found == pytest.approx([4 * 0.04 + 0.003] * 5)
 
 
 def test_a_server_takes_messages_one_after_the_other() -> None:
-    """Its link is the bottleneck: the k-th message arrives after k times the time of one."""
-    network = Network("100Mbit/s", latency="3ms")
-    result = simulate(lambda: to_one(125_000), workers=4, network=network)
-    assert result.results[1:] == pytest.approx([0.043, 0.083, 0.123])
-    assert result.results[0] == pytest.approx(0.123)
+    """Its link is the bottleneck: the k-th message arrives after k times the time of one.
+
+    It asks for the last one first.
+    """
+    messages = [(rank, 0) for rank in (3, 2, 1)]
+    found = when_received(messages, 125_000, 4, Network("100Mbit/s", latency="3ms"))
+    assert found == pytest.approx([0.123, 0.043, 0.083, 0.123])
+
+
+@pytest.mark.parametrize(("number", "seconds"), [(1, 0.004), (2, 0.012)])
+def test_messages_meet_a_bandwidth_that_changes(number: int, seconds: float) -> None:
+    """4 kB take 4 ms at 1 MB/s, then 8 ms at half of it; a later change has no effect on them."""
+
+    def bandwidth(rank: int, now: float) -> float:
+        return 8e6 if now < 0.004 or rank == 1 else 4e6 if now < 0.005 else 24e6
+
+    found = when_received([(0, 1)] * number, 1000, 2, Network(bandwidth, latency=0.0))
+    assert found[1] == pytest.approx(seconds)

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from problems import OPTIMIZERS, PARAMETERS, flat, gradients, make_batch, make_model
-from strategies.references import Reference
+from problems import PARAMETERS, gradients, make_batch
+from strategies.references import BSP
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -51,13 +51,11 @@ class LowRank:
         return mean
 
 
-class PowerSGD(Reference):
+class PowerSGD(BSP):
     """One model, which steps with the low-rank mean of the gradients of those that step."""
 
     def __init__(self, counts: Sequence[int], kind: str, *, rank: int = 4, start: int = 0) -> None:
         super().__init__(counts, kind)
-        self.model = make_model(0)
-        self.optimizer = OPTIMIZERS[kind](self.model.parameters())
         self.start = start
         shapes = {i: tuple(p.shape) for i, p in enumerate(self.model.parameters()) if p.dim() == 2}
         self.compressed = {
@@ -74,11 +72,6 @@ class PowerSGD(Reference):
     def exact(self) -> bool:
         return self.exact_only or self.time <= self.start
 
-    @property
-    def vote_numbers(self) -> int:  # type: ignore[override]
-        """Votes, contributors, and which gradients exist."""
-        return 8 + 1 + 6
-
     def advance(self) -> bool:
         each: list[list[Tensor] | None] = [
             gradients(self.model, make_batch(n, self.time - 1)) if n in self.stepping else None
@@ -93,21 +86,10 @@ class PowerSGD(Reference):
                 present = [g for g in of_workers if g is not None]
                 p.grad = sum(present) / len(present)
         self.optimizer.step()
-        if self.exact:
-            self.numbers += 8 + 1 + 6 + PARAMETERS
-        else:
-            self.numbers += 8 + 1 + 6 + self.first + self.second
-        return True
-
-    def models(self) -> list[Tensor]:
-        return [flat(self.model)] * self.size
-
-    def unsynced(self) -> bool:
+        self.numbers += self.vote_numbers
+        self.numbers += PARAMETERS if self.exact else self.first + self.second
         return True
 
     def last_numbers(self) -> int:
         """The last round sends zeros for P, and then nobody needs Q."""
         return PARAMETERS if self.exact_only or self.time < self.start else self.first
-
-    def mean(self) -> Tensor:
-        return flat(self.model)

@@ -34,6 +34,7 @@ class Reference:
 
     Attributes:
         synced: Of each step so far, whether the workers were synchronized.
+        news: Of each part and worker, whether it has steps that the others have not received.
         launches: Number of means launched.
         numbers: Numbers that each worker has sent in rounds and means.
     """
@@ -42,10 +43,11 @@ class Reference:
     launches = 0
     numbers: float = 0
 
-    def __init__(self, counts: Sequence[int], kind: str) -> None:
+    def __init__(self, counts: Sequence[int], kind: str, parts: int = 1) -> None:
         self.counts, self.size, self.time = list(counts), len(counts), 0
         self.sim = Simulated.start(self.size, kind)
         self.synced: list[bool] = []
+        self.news = [[False] * self.size for _ in range(parts)]
 
     @property
     def stepping(self) -> list[int]:
@@ -60,8 +62,12 @@ class Reference:
     def advance(self) -> bool:
         raise NotImplementedError
 
+    def weights(self) -> list[float]:
+        """Return 1 for each worker with steps that the others have not received, otherwise 0."""
+        return [float(any(column)) for column in zip(*self.news, strict=True)]
+
     def mean(self) -> Tensor:
-        raise NotImplementedError
+        return self.weighted(self.models(), self.weights())
 
     def last_numbers(self) -> int:
         """Numbers that ``finish`` sends in a mean, besides one vote."""
@@ -69,12 +75,16 @@ class Reference:
 
     def unsynced(self) -> bool:
         """True if a worker has steps that the others have not received."""
-        raise NotImplementedError
+        return any(self.weights())
 
     def local_steps(self) -> None:
         for n in self.stepping:
-            batch = make_batch(n, self.time - 1)
-            train_step(self.sim.models[n], self.sim.optimizers[n], batch)
+            self.local_step(n)
+            for new in self.news:
+                new[n] = True
+
+    def local_step(self, n: int) -> None:
+        train_step(self.sim.models[n], self.sim.optimizers[n], make_batch(n, self.time - 1))
 
     def models(self) -> list[Tensor]:
         return self.sim.flat()
@@ -162,7 +172,6 @@ class SelSync(Reference):
         self.of_gradients, self.deferred = aggregate == "gradients", flags == "deferred"
         self.warmup_steps, self.max_interval = warmup_steps, max_interval
         self.triggers = [Trigger() for _ in counts]
-        self.news = [False] * self.size
         self.since, self.flagged = 0, False
 
     def decide(self, flagged: bool) -> bool:
@@ -185,25 +194,19 @@ class SelSync(Reference):
             mean = [sum(parts) / len(stepping) for parts in zip(*each.values(), strict=True)]
             each = dict.fromkeys(stepping, mean)
         for n in stepping:
-            model, self.news[n] = self.sim.models[n], True
+            model, self.news[0][n] = self.sim.models[n], True
             for p, g in zip(model.parameters(), each[n], strict=True):
                 p.grad = g.clone()
             if self.max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
             self.sim.optimizers[n].step()
         if sync and not self.of_gradients:
-            self.sim.average([float(new) for new in self.news])
-            self.news = [False] * self.size
+            self.sim.average(self.weights())
+            self.news = [[False] * self.size]
         self.since = 0 if sync else self.since + 1
         self.launches += sync
         self.numbers += self.vote_numbers + sync * (PARAMETERS + self.of_gradients * (1 + 6))
         return sync
-
-    def mean(self) -> Tensor:
-        return self.weighted(self.models(), [float(new) for new in self.news])
-
-    def unsynced(self) -> bool:
-        return any(self.news)
 
 
 def equal_slices(parts: int) -> list[slice]:
@@ -238,7 +241,7 @@ class DiLoCo(Reference):
         overlap: int = 0,
         warmup_steps: int = 0,
     ) -> None:
-        super().__init__(counts, kind)
+        super().__init__(counts, kind, fragments)
         self.period, self.overlap, self.warmup_steps = period, overlap, warmup_steps
         self.parts = equal_slices(fragments)
         self.theta = [nn.Parameter(self.vectors()[0][part]) for part in self.parts]
@@ -246,7 +249,6 @@ class DiLoCo(Reference):
             torch.optim.SGD([p], outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
             for p in self.theta
         ]
-        self.news = [[False] * self.size for _ in self.parts]
         self.flights: list[Flight] = []
         self.since = 0
 
@@ -258,9 +260,6 @@ class DiLoCo(Reference):
 
     def advance(self) -> bool:
         self.local_steps()
-        for new in self.news:
-            for n in self.stepping:
-                new[n] = True
         landed = self.land(self.time)
         self.since += 1
         for part in range(len(self.parts)):
@@ -291,11 +290,7 @@ class DiLoCo(Reference):
     def mean(self) -> Tensor:
         then = copy.deepcopy(self)
         then.land(then.time + then.overlap)
-        weights = [float(any(new[n] for new in self.news)) for n in range(self.size)]
-        return self.weighted(then.models(), weights)
-
-    def unsynced(self) -> bool:
-        return any(map(any, self.news))
+        return self.weighted(then.models(), self.weights())
 
 
 class AsyncAveraging(Reference):
@@ -316,20 +311,17 @@ class AsyncAveraging(Reference):
         self.servers = [self.x_init[0].clone()]
         self.velocity = torch.zeros_like(self.servers[0])
         self.in_flight: tuple[list[Tensor], list[float]] | None = None
-        self.news = [False] * self.size
 
     def advance(self) -> bool:
         self.local_steps()
-        for n in self.stepping:
-            self.news[n] = True
         if self.time % self.beta:
             return False
         x = self.models()
         updates = [now - start for now, start in zip(x, self.x_init, strict=True)]
         landed = self.reset()
         self.x_init = self.models()
-        self.in_flight = updates, [float(new) for new in self.news]
-        self.news = [False] * self.size
+        self.in_flight = updates, self.weights()
+        self.news = [[False] * self.size]
         self.launches += 1
         self.numbers += self.vote_numbers + PARAMETERS
         return landed
@@ -350,10 +342,7 @@ class AsyncAveraging(Reference):
     def mean(self) -> Tensor:
         then = copy.deepcopy(self)
         then.reset()
-        return self.weighted(then.models(), [float(new) for new in self.news])
-
-    def unsynced(self) -> bool:
-        return any(self.news)
+        return self.weighted(then.models(), self.weights())
 
 
 def by_name(model: nn.Module) -> list[nn.Parameter]:
@@ -377,7 +366,7 @@ class Streaming(Reference):
         staleness: int,
         outer_gain: float | None = None,
     ) -> None:
-        super().__init__(counts, kind)
+        super().__init__(counts, kind, parts)
         x = self.vectors()
         self.slices, cycle = equal_slices(parts), staleness // 2
         self.every = max(1, cycle // parts)  # steps between two rounds
@@ -389,16 +378,14 @@ class Streaming(Reference):
         self.flights: list[Flight] = []
         self.squares = torch.zeros(2, self.size, dtype=torch.float64)  # of u and D, by worker
         self.factors = [1.0] * self.size  # on the learning rates of SGD
-        self.news = [[False] * self.size for _ in range(parts)]
 
-    def local_steps(self) -> None:
-        for n in self.stepping:
-            (group,) = self.sim.optimizers[n].param_groups
-            rate = group["lr"]
-            if isinstance(self.sim.optimizers[n], torch.optim.SGD):
-                group["lr"] = rate * self.factors[n]
-            train_step(self.sim.models[n], self.sim.optimizers[n], make_batch(n, self.time - 1))
-            group["lr"] = rate
+    def local_step(self, n: int) -> None:
+        (group,) = self.sim.optimizers[n].param_groups
+        rate = group["lr"]
+        if isinstance(self.sim.optimizers[n], torch.optim.SGD):
+            group["lr"] = rate * self.factors[n]
+        super().local_step(n)
+        group["lr"] = rate
 
     def shorten(self) -> None:
         """A worker's steps become shorter by the root of the gain of its own updates."""
@@ -409,9 +396,6 @@ class Streaming(Reference):
 
     def advance(self) -> bool:
         self.local_steps()
-        for new in self.news:
-            for n in self.stepping:
-                new[n] = True
         if self.size == 1:
             return False
         votes = self.squares.sum(1).tolist()  # sent before anything lands in this step
@@ -423,15 +407,12 @@ class Streaming(Reference):
         if self.since == self.every:
             self.since = 0
             self.numbers += self.vote_numbers
-            weights = [float(n in self.stepping or self.has_news(n)) for n in range(self.size)]
+            weights = self.weights()
             for _ in range(self.at_once):
                 while any(flight.part == self.next for flight in self.flights):
                     landed += self.land()
                 self.launch(weights, votes)
         return landed > 0
-
-    def has_news(self, n: int) -> bool:
-        return any(new[n] for new in self.news)
 
     def unsynced(self) -> bool:
         return True  # each model differs from P by its residual
@@ -473,6 +454,25 @@ class Streaming(Reference):
         while then.flights:
             then.land()
         return self.weighted(then.models(), [1.0] * self.size)
+
+
+class Gossip(Reference):
+    """The example of the page on extensions."""
+
+    def __init__(self, counts: Sequence[int], kind: str, *, share: float) -> None:
+        super().__init__(counts, kind)
+        self.share = share
+
+    def advance(self) -> bool:
+        self.local_steps()
+        x = self.models()
+        for n, model in enumerate(self.sim.models if self.size > 1 else ()):
+            assign(model, (1 - self.share) * x[n] + self.share * x[n - 1])
+        self.numbers += self.vote_numbers + PARAMETERS
+        return self.size > 1
+
+    def weights(self) -> list[float]:
+        return [1.0] * self.size
 
 
 Make = Callable[[Sequence[int], str], Reference]

@@ -13,7 +13,7 @@ from offbeat.strategies.base import CustomFlow, Strategy
 from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.baselines.server_strategy import ServerStrategy
 from strategies.low_rank_reference import PowerSGD
-from strategies.references import BSP, AsyncAveraging, DiLoCo, Make, SelSync, Streaming
+from strategies.references import BSP, AsyncAveraging, DiLoCo, Gossip, Make, SelSync, Streaming
 from strategies.sparse_references import SparseLoCo
 
 
@@ -141,6 +141,8 @@ REFERENCES = [
     Row("powersgd", PowerSGD),
 ]
 ROWS = [*TO_TRAIN_WITH, *REFERENCES]
+CUSTOM = Row("examples.gossip:Gossip:share=0.25", partial(Gossip, share=0.25))
+"""An algorithm with its own flow, which averages neither models nor gradients."""
 
 
 def each(rows: Iterable[Row]) -> Any:

@@ -9,21 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from problems import PARAMETERS
 from strategies.references import Reference, by_name
-
-
-class VectorReference(Reference):
-    """Workers whose models are read and written as vectors."""
-
-    def vectors(self) -> list[Tensor]:
-        return [torch.cat([p.detach().reshape(-1) for p in by_name(m)]) for m in self.sim.models]
-
-    def write(self, n: int, values: Tensor) -> None:
-        with torch.no_grad():
-            nn.utils.vector_to_parameters(values.clone(), by_name(self.sim.models[n]))
 
 
 def largest_in_two_bits(chunk: Sequence[float], kept: int) -> list[float]:
@@ -41,7 +30,7 @@ def largest_in_two_bits(chunk: Sequence[float], kept: int) -> list[float]:
     return sent
 
 
-class SparseLoCo(VectorReference):
+class SparseLoCo(Reference):
     """Algorithm 1, of one chunk: explicit pseudo-gradients P − x, and an outer SGD without v."""
 
     def __init__(
@@ -59,17 +48,14 @@ class SparseLoCo(VectorReference):
         self.kept = round(density * PARAMETERS)
         self.p = self.vectors()[0].clone()
         self.errors = [torch.zeros_like(self.p) for _ in counts]
-        self.news = [False] * self.size
 
     def advance(self) -> bool:
         self.local_steps()
-        for n in self.stepping:
-            self.news[n] = True
         if self.time % self.period:
             return False
         sent = []
         for n, x in enumerate(self.vectors()):
-            if self.news[n]:
+            if self.news[0][n]:
                 self.errors[n] = self.decay * self.errors[n] + (self.p - x)
                 sent.append(
                     torch.tensor(
@@ -79,16 +65,11 @@ class SparseLoCo(VectorReference):
                 )
                 self.errors[n] = self.errors[n] - sent[-1]
         self.p = self.p - self.lr * sum(sent) / len(sent)
-        for n in range(self.size):
-            self.write(n, self.p)
-        self.news = [False] * self.size
+        for model in self.sim.models:
+            with torch.no_grad():
+                nn.utils.vector_to_parameters(self.p.clone(), by_name(model))
+        self.news = [[False] * self.size]
         self.launches += 1
         # Two levels, and 14 bits for each entry in words of 7 bytes; in units of 8 bytes.
         self.numbers += self.vote_numbers + (8 + 7 * math.ceil(self.kept / 4)) / 8
         return True
-
-    def mean(self) -> Tensor:
-        return self.weighted(self.models(), [float(new) for new in self.news])
-
-    def unsynced(self) -> bool:
-        return any(self.news)

@@ -44,62 +44,60 @@ def train(
 # -- the training loop stays as it is -------------------------------------------------------------
 
 
-def addresses(rank: int, size: int, text: str) -> list[bool]:
+def loop(rank: int, size: int, text: str | None, alive: weakref.WeakSet[Any]) -> Any:
+    """A script with a schedule, hooks and a consensus. Without ``text`` it trains alone.
+
+    Returns:
+        The learning rates, the hooks that fired, and whether all tensors are where they were.
+    """
     model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     tensors = [*model.parameters(), *model.buffers()]
     before = [t.data_ptr() for t in tensors]
-    seen = []
+    rates, events, stayed = [], list[str](), []
 
     def check() -> None:
         now = [*model.parameters(), *model.buffers()]
         same = all(a is b for a, b in zip(now, tensors, strict=True))
         whole = all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
-        seen.append(same and whole and [t.data_ptr() for t in now] == before)
+        stayed.append(same and whole and [t.data_ptr() for t in now] == before)
 
-    sync = attach(model, optimizer, text)
-    for step in range(7):
-        train_step(model, optimizer, make_batch(rank, step))
-        check()
-    with sync.consensus():
-        check()
-    sync.finish()
-    check()
-    return seen
-
-
-@first_of_each(ROWS)
-def test_tensors_stay_where_they_are(row: Row) -> None:
-    """No tensor is replaced or becomes a view of a larger one."""
-    for seen in run(addresses, row.text, workers=2):
-        assert all(seen)
-
-
-def one_cycle(rank: int, size: int, text: str | None) -> tuple[list[float], list[str]]:
-    model = make_model(seed=0)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    events: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
     sync = None if text is None else attach(model, optimizer, text)
     optimizer.register_step_post_hook(lambda *_: events.append("post"))
     scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
-    rates = []
     for step in range(8):
         rates.append(optimizer.param_groups[0]["lr"])
         train_step(model, optimizer, make_batch(rank, step))
         scheduler.step()
+        check()
     if sync is not None:
+        with sync.consensus():
+            check()
         sync.finish()
-    return rates, events
+        alive.add(sync)
+    check()
+    alive.update([model, optimizer])
+    return rates, events, all(stayed)
 
 
 @first_of_each(ROWS)
-def test_schedulers_and_hooks_of_the_user_keep_working(row: Row) -> None:
-    """OneCycleLR gives the rates of plain training, and hooks fire once a step."""
-    rates, events = one_cycle(0, 1, None)
-    assert len(set(rates)) == 8
-    assert events == ["pre", "post"] * 8
-    assert run(one_cycle, row.text, workers=2) == [(rates, events)] * 2
+def test_the_loop_of_the_user_is_as_before(row: Row) -> None:
+    """No tensor is replaced or becomes a view of a larger one.
+
+    OneCycleLR gives the rates of plain training, and hooks fire once a step. When a simulated run
+    has ended, it holds nothing: the garbage collector, which does not count bytes, is off.
+    """
+    alone = loop(0, 1, None, weakref.WeakSet())
+    assert alone[1:] == (["pre", "post"] * 8, True)
+    assert len(set(alone[0])) == 8
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    gc.disable()
+    try:
+        assert worlds.run(loop, row.text, alive, workers=2) == [alone] * 2
+        assert not [*alive]
+    finally:
+        gc.enable()
 
 
 def halves(model: nn.Module, optimizer: Optimizer, batch: Any, sync: Any) -> None:
@@ -214,25 +212,3 @@ def test_telemetry_is_json(row: Row, tmp_path: Path) -> None:
             assert sum(histogram.values()) == 8
             assert max(histogram) == details["staleness_max"] <= averages.bound
             assert details["landing_seconds"] > 0
-
-
-def hold(rank: int, size: int, text: str, alive: "weakref.WeakSet[Any]") -> None:
-    model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, text)
-    for step in range(7):
-        train_step(model, optimizer, make_batch(rank, step))
-    sync.finish()
-    alive.update([model, optimizer, sync])
-
-
-@first_of_each(ROWS)
-def test_a_simulated_run_holds_nothing_when_it_has_ended(row: Row) -> None:
-    """Its models are freed at once, because the garbage collector does not count bytes."""
-    alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    gc.disable()
-    try:
-        worlds.simulated(hold, row.text, alive, workers=2)
-        assert not [*alive]
-    finally:
-        gc.enable()

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from typing_extensions import override
 
 import offbeat
-from offbeat.errors import OffbeatError
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
@@ -28,6 +27,8 @@ def test_payload_bytes_counts_the_inputs_of_operations(world: World) -> None:
         if communicator.size == 1:
             with pytest.raises(ValueError, match="no rank 1 to send to"):
                 communicator.send(torch.zeros(9), destination=1, what="test")
+            with pytest.raises(ValueError, match="no rank 1 to receive from"):
+                communicator.receive(torch.zeros(9), source=1, what="test")
         elif communicator.rank == 0:
             communicator.send(torch.zeros(9), destination=1, what="test").wait()
         elif communicator.rank == 1:
@@ -68,8 +69,7 @@ def test_one_of_several_senders_counts_its_share() -> None:
     assert communicator.account.payload_bytes == 28 // 4 + 28
 
 
-def test_closing_reaches_the_communicator_and_boards_are_optional() -> None:
-    """A communicator without a board says so."""
+def test_closing_reaches_the_communicator() -> None:
     closed: list[bool] = []
 
     class Closing(SingleCommunicator):
@@ -80,13 +80,6 @@ def test_closing_reaches_the_communicator_and_boards_are_optional() -> None:
     for together in (False, True):
         Team(Closing()).close(together=together)
     assert closed == [False, True]
-    assert SingleCommunicator().board("b").add("n", 2) == 2
-
-    class Bare(SingleCommunicator):
-        board = Communicator.board
-
-    with pytest.raises(OffbeatError, match="a Bare has no board, so workers cannot lease data"):
-        Bare().board("b")
 
 
 @worlds_without_processes

@@ -11,18 +11,21 @@ import pytest
 import torch.distributed as dist
 
 from offbeat import Compute, Network, simulate
+from offbeat.errors import OffbeatError
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.transport.board import Board, LocalBoard
+from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.store_board import StoreBoard
 
-KINDS = ["local", "hash", "file", "tcp"]
-
-
-def tcp_store() -> Any:
-    return dist.TCPStore(
+STORES: dict[str, Callable[[Path], Any]] = {
+    "hash": lambda folder: dist.HashStore(),
+    "file": lambda folder: dist.FileStore(str(folder / "store")),
+    "tcp": lambda folder: dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
-    )
+    ),
+}
+KINDS = ["local", *STORES]
 
 
 def opener(kind: str, folder: Path) -> Callable[[], Board]:
@@ -30,11 +33,7 @@ def opener(kind: str, folder: Path) -> Callable[[], Board]:
     if kind == "local":
         board = LocalBoard()
         return lambda: board
-    store = {
-        "hash": dist.HashStore,
-        "file": lambda: dist.FileStore(str(folder / "store")),
-        "tcp": tcp_store,
-    }[kind]()
+    store = STORES[kind](folder)
     return lambda: StoreBoard(dist.PrefixStore("prefix", store))
 
 
@@ -85,8 +84,15 @@ def test_a_closed_board_refuses_operations() -> None:
         board.get("a")
 
 
-def test_a_single_process_has_a_board() -> None:
+def test_boards_are_optional() -> None:
+    """A single process has one. A communicator without a board says so."""
+
+    class Bare(SingleCommunicator):
+        board = Communicator.board
+
     assert SingleCommunicator().board("b").add("n", 1) == 1
+    with pytest.raises(OffbeatError, match="a Bare has no board, so workers cannot lease data"):
+        Bare().board("b")
 
 
 def test_simulated_operations_take_a_round_trip() -> None:

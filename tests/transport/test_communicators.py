@@ -1,7 +1,8 @@
 """Conformance: rules that hold for every communicator."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,59 +10,63 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from offbeat.transport.communicator import Communicator
+from offbeat.transport.communicator import Communicator, Kind
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import Promise
 from transport.communicators import World, every_world, gloo, simulated, single
-from transport.operations import expected, start_all
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8]
 
 
-def numbers(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A different vector on each rank. Small integers, so that sums are exact in every dtype."""
-    return torch.tensor([rank + 1, 10 * (rank + 1), (rank * 7 + 3) % 5]).to(dtype)
+def numbers(rank: int) -> Tensor:
+    """A different vector on each rank. Small integers, so that sums are exact."""
+    return torch.tensor([rank + 1, 10 * (rank + 1), (rank * 7 + 3) % 5]).double()
 
 
 def size_of(results: list[Any]) -> range:
     return range(len(results))
 
 
-# -- operations as values -------------------------------------------------------------------------
-
-
-@every_world
-def test_every_operation_is_handled(world: World) -> None:
-    """A new class of operations must be added to every communicator and to this test."""
-    for rank, results in enumerate(got := world(start_all)):
-        assert results == expected(rank, len(got))
-
+COLLECTIVES: dict[str, Callable[[list[Tensor], int], Tensor]] = {
+    "sum": lambda rows, rank: torch.stack(rows).sum(0, dtype=rows[0].dtype),
+    "maximum": lambda rows, rank: torch.stack(rows).amax(0),
+    "broadcast": lambda rows, rank: rows[-1],
+    "gather": lambda rows, rank: torch.stack(rows),
+    "exchange": lambda rows, rank: torch.cat([row[3 * rank : 3 * rank + 3] for row in rows]),
+}
+"""The result on worker ``rank``, given the tensors of all workers."""
 
 # -- operations -----------------------------------------------------------------------------------
 
 
 @every_world
-@pytest.mark.parametrize("name", ["sum", "maximum"])
-def test_reductions_replace_the_tensor_on_all_workers(world: World, name: str) -> None:
-    """sum and maximum work elementwise, in place, in the tensor's own dtype."""
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_collectives_keep_the_dtype(world: World, kind: str) -> None:
+    """Reductions and broadcasts replace the tensor. The others return new ones, and leave it."""
+    assert {*COLLECTIVES, "send", "receive"} == {*get_args(Kind)}
+
+    def own(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+        return (torch.arange(3 * size) * (rank + 1) + rank).to(dtype)
 
     def work(communicator: Communicator) -> Any:
-        out = []
+        rank, size, out = communicator.rank, communicator.size, []
         for dtype in DTYPES:
-            tensor = numbers(communicator.rank, dtype)
-            result = getattr(communicator, name)(tensor, what="test").wait()
-            out.append((result is tensor, tensor))
-        return communicator.rank, communicator.size, out
+            tensor = own(rank, size, dtype)
+            options = {"source": size - 1} if kind == "broadcast" else {}
+            result = getattr(communicator, kind)(tensor, what="test", **options).wait()
+            result = torch.stack(result) if kind == "gather" else result
+            out.append((result.data_ptr() == tensor.data_ptr(), tensor, result))
+        return rank, size, out
 
     results = world(work)
-    combine = sum if name == "sum" else lambda rows: torch.stack(list(rows)).amax(0)
-    for rank, (own, size, out) in enumerate(results):
-        assert (own, size) == (rank, len(results))
-        for dtype, (in_place, tensor) in zip(DTYPES, out, strict=True):
-            want = combine(numbers(r, dtype) for r in size_of(results))
-            assert in_place
-            assert tensor.dtype == dtype
-            assert torch.equal(tensor, want)
+    for rank, (*place, out) in enumerate(results):
+        assert place == [rank, len(results)]
+        for dtype, (in_place, tensor, result) in zip(DTYPES, out, strict=True):
+            rows = [own(r, len(results), dtype) for r in size_of(results)]
+            assert in_place == (kind in ("sum", "maximum", "broadcast"))
+            assert result.dtype == dtype
+            assert torch.equal(result, COLLECTIVES[kind](rows, rank))
+            assert in_place or torch.equal(tensor, rows[rank])
 
 
 @every_world
@@ -116,33 +121,6 @@ def test_messages_match_by_source_and_tag_and_arrive_in_order(world: World) -> N
         for place, (source, header, values) in enumerate(received):
             assert header == place % 5
             assert torch.equal(values, numbers(source) * (header + 1))
-
-
-@every_world
-def test_exchange_sends_chunk_k_to_worker_k(world: World) -> None:
-    """The result is a new tensor of the same dtype; the input is unchanged."""
-
-    def chunks(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-        parts = [[10 * rank + k, 100 + rank, 200 + k] for k in range(size)]
-        return torch.tensor(parts).reshape(-1).to(dtype)
-
-    def work(communicator: Communicator) -> Any:
-        out = []
-        for dtype in DTYPES:
-            own = chunks(communicator.rank, communicator.size, dtype)
-            result = communicator.exchange(own, what="test").wait()
-            kept = torch.equal(own, chunks(communicator.rank, communicator.size, dtype))
-            out.append((kept and result.data_ptr() != own.data_ptr(), result))
-        return out
-
-    results = world(work)
-    size = len(results)
-    for rank, out in enumerate(results):
-        for dtype, (kept, result) in zip(DTYPES, out, strict=True):
-            rows = [chunks(source, size, dtype)[3 * rank : 3 * rank + 3] for source in range(size)]
-            assert kept
-            assert result.dtype == dtype
-            assert torch.equal(result, torch.cat(rows))
 
 
 @every_world

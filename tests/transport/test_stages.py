@@ -1,73 +1,47 @@
-"""Second stages: their order, failures and end."""
+"""Second stages: their failures and end."""
 
 import weakref
-from typing import Any
 
-import pytest
 import torch
 
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.stages import Stages
-from transport import communicators
-
-every_world = pytest.mark.parametrize(
-    "world", [communicators.gloo, communicators.simulated], ids=["gloo", "simulated"]
-)
-LIKE = torch.empty(0)
+from transport.communicators import World, worlds_of_several
 
 
-def failing(communicator: Communicator) -> list[str]:
-    """The second operation fails in its second stage. Returns what the waits raise."""
-    stages = Stages(communicator, "stages")
+def staged(communicator: Communicator) -> tuple[list[str], int]:
+    """Run operations of which number 20 fails in its second stage.
 
-    def second(number: int) -> Any:
-        def start(_: int) -> Handle[int]:
-            if number == 1:
-                raise ValueError("number 1")
-            return Completed(number)
-
-        return start
+    Returns:
+        The results or errors of the last ones, and how many first results are still there.
+    """
+    stages, received = Stages(communicator, "stages"), []
 
     def start(number: int) -> Handle[int]:
-        return stages.start(Completed(number), second(number), what="operation", like=LIKE)
+        def second(first: torch.Tensor) -> Handle[int]:
+            received.append(weakref.ref(first))
+            if number == 20:
+                raise ValueError("number 20")
+            return Completed(number)
 
-    handles, seen = [start(number) for number in range(3)], []
-    for handle in handles:
+        first = Completed(torch.ones(1000))
+        return stages.start(first, second, what="operation", like=torch.empty(0))
+
+    for number in range(19):
+        start(number).wait()
+    held, seen = sum(first() is not None for first in received), []
+    for handle in [start(number) for number in range(19, 22)] + [start(22)]:
         try:
             seen.append(str(handle.wait()))
         except ValueError as error:
             seen.append(str(error))
-    try:
-        start(3).wait()
-    except ValueError as error:
-        seen.append(str(error))
-    return seen
+    return seen, held
 
 
-@every_world
-def test_a_failure_ends_all_later_operations(world: Any) -> None:
-    for seen in world(failing):
-        assert seen == ["0", "number 1", "number 1", "number 1"]
-
-
-def freed(communicator: Communicator) -> int:
-    """Run many operations, one after the other. Returns how many first results are still there."""
-    stages, results = Stages(communicator, "stages"), []
-
-    def second(received: torch.Tensor) -> Handle[int]:
-        results.append(weakref.ref(received))
-        return Completed(0)
-
-    for _ in range(20):
-        first = Completed(torch.ones(1000))
-        stages.start(first, second, what="operation", like=LIKE).wait()
-    del first
-    left = sum(result() is not None for result in results)
-    return left
-
-
-@every_world
-def test_operations_that_have_ended_are_freed(world: Any) -> None:
+@worlds_of_several
+def test_a_failure_ends_all_later_operations_and_ended_ones_are_freed(world: World) -> None:
     """The thread may still hold the last one."""
-    assert all(left <= 1 for left in world(freed))
+    for seen, held in world(staged):
+        assert seen == ["19", "number 20", "number 20", "number 20"]
+        assert held <= 1
