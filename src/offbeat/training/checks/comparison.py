@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from offbeat.averaging import Replica, Worker
-from offbeat.averaging.buckets import as_real
+from offbeat.averaging.flat import as_real
 from offbeat.averaging.votes import Vote
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import Strategy
