@@ -68,7 +68,8 @@ class LeasedSampler(Sampler[list[int]]):
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range, or an epoch has no batch.
-        AttachError: After ``finish`` or ``detach``, or the synchronizer has nodes of workers.
+        AttachError: After ``finish`` or ``detach``, without a ``LeasedLoader``, or the synchronizer
+            has nodes of workers.
         OffbeatError: The workers have no store, as with a custom ``Transport``.
 
     All workers create their samplers in the same order. If the settings differ between workers, the
@@ -124,10 +125,9 @@ class LeasedSampler(Sampler[list[int]]):
         self._resumed: dict[int, Ranges] = {}  # what a checkpoint has left of some epochs
         self._order = torch.empty(0)  # samples of the epoch in progress
         # The batches of this epoch that this worker has taken, each with its progress. The first
-        # ``_drawn`` were drawn from the iterator, the first ``_handed_out`` have reached the loop,
-        # and the first ``_trained`` were trained on.
+        # ``_handed_out`` have reached the loop, and the first ``_trained`` were trained on.
         self._taken, self._progress_of = array("q"), array("d")
-        self._drawn = self._handed_out = self._trained = 0
+        self._handed_out = self._trained = 0
         self._handed_out_at = 0  # number of steps before the newest batch was handed out
         self._done: dict[int, Ranges] = {}  # batches that were trained on, by epoch
         # Numbers of the epoch that was begun last, and of the last one that was used up.
@@ -185,23 +185,18 @@ class LeasedSampler(Sampler[list[int]]):
 
         After an iteration that was left early, the next one of the same epoch continues it.
         """
-        if self._elastic and not self._has_loader:
+        if not self._has_loader:
             raise AttachError(
-                "a LeasedSampler in elastic training needs a LeasedLoader around the DataLoader, "
-                "so that the samples of lost workers are used: LeasedLoader(DataLoader(dataset, "
-                "batch_sampler=sampler))"
+                "a LeasedSampler needs a LeasedLoader around the DataLoader, which tells it what "
+                "was trained on: LeasedLoader(DataLoader(dataset, batch_sampler=sampler))"
             )
         if self._begun != self.epoch:
             self._begin(self.epoch)
-        size, self._drawn = self._settings["batch_size"], self._handed_out
-        while self._drawn < len(self._taken) or self._take():
-            number = self._taken[self._drawn]
-            self._drawn += 1
-            if not self._has_loader:
-                self.hand_out()
+        size, drawn = self._settings["batch_size"], self._handed_out
+        while drawn < len(self._taken) or self._take():
+            number = self._taken[drawn]
+            drawn += 1
             yield self._order[number * size : (number + 1) * size].tolist()
-        if not self._has_loader:
-            self.end_queue()
 
     def _begin(self, epoch: int) -> None:
         if self._begun < 0:
@@ -238,10 +233,9 @@ class LeasedSampler(Sampler[list[int]]):
         epoch, leases = self._begun, self._leases
         position, chunk = leases.take(self._note_done())
         last = self._number_of(epoch)
-        # If all workers are equally fast, all have done as many batches of their chunks.
-        done = (
-            last - len(leases.batches) + position + self._team.size * np.arange(1, len(chunk) + 1)
-        )
+        # If all workers are equally fast, each has done as many batches of its chunk.
+        of_all = self._team.size * np.arange(1, len(chunk) + 1)
+        done = last - len(leases.batches) + position + of_all
         self._taken.extend(chunk.tolist())
         self._progress_of.extend((epoch + np.minimum(last, done) / self.batches).tolist())
         if leases.number:
@@ -250,7 +244,7 @@ class LeasedSampler(Sampler[list[int]]):
         return bool(chunk.size)
 
     def count_by_loader(self) -> None:
-        """Let a loader call ``hand_out`` and ``end_queue``. Otherwise drawn batches count."""
+        """Note that a loader calls ``hand_out`` and ``end_queue``."""
         self._has_loader = True
 
     def hand_out(self) -> None:
@@ -390,27 +384,24 @@ class LeasedLoader(Iterable[Any]):
         sampler: Its ``LeasedSampler``.
 
     Raises:
-        TypeError: The loader has no ``LeasedSampler``.
-        ValueError: The loader returns other batches than the sampler, or in another order.
+        TypeError: The loader does not take its batches from a ``LeasedSampler``.
+        ValueError: The loader returns the batches in another order.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        candidates = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
-        found = next((each for each in candidates if isinstance(each, LeasedSampler)), None)
-        if found is None:
+        sampler = getattr(loader, "batch_sampler", None)
+        if sampler is None:  # with batch_size=None
+            sampler = getattr(loader, "sampler", None)
+        if not isinstance(sampler, LeasedSampler):
             raise TypeError(
-                "loader must be a DataLoader with batch_sampler=LeasedSampler(…), got "
-                f"{type(loader).__name__} with {candidates[0]!r}"
-            )
-        if found is candidates[1] and getattr(loader, "batch_size", None) is not None:
-            raise ValueError(
-                "the loader joins batches of the LeasedSampler to larger ones: pass it as "
-                "batch_sampler=, or as sampler= with batch_size=None"
+                "loader must be a DataLoader with batch_sampler=LeasedSampler(…), or with "
+                "batch_size=None and sampler=LeasedSampler(…), got "
+                f"{type(loader).__name__} with {sampler!r}"
             )
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
             raise ValueError("in_order=False changes the order of the batches: leave it out")
-        self.loader, self.sampler = loader, found
-        found.count_by_loader()
+        self.loader, self.sampler = loader, sampler
+        sampler.count_by_loader()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch of this worker if all are equally fast."""
