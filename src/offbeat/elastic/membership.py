@@ -74,13 +74,16 @@ class StoreMembership:
         self._member_died, self._last_check = False, time.monotonic()
         return self.view
 
-    def enter_as_newcomer(self, number: int, decision: Decision) -> View:
-        """Open view ``number``, which admits this worker. If that fails, try the next views."""
+    def enter_first(self, number: int, decision: Decision) -> View:
+        """Open view ``number``, the first of this worker. If that fails, try the views after it.
+
+        View 0 is not followed by another one if it fails: the workers gather again.
+        """
         try:
             return self.enter(number, decision)
-        except StoreLostError:
-            raise
-        except CommunicationError:
+        except CommunicationError as error:
+            if number == 0 or isinstance(error, StoreLostError):
+                raise
             return self._enter_after(number, decision, step=None)
 
     def _communicator(self, number: int, members: tuple[int, ...]) -> Communicator:
