@@ -63,6 +63,8 @@ class Workers:
     def take(self, worker: int, done: Ranges | None = None) -> list[int]:
         leases = self.leases[worker]
         position, chunk = leases.take(done or [])
+        assert leases._ahead is not None
+        assert leases._ahead.wait(20), "the store is never slow, so chunks do not become longer"
         assert chunk.tolist() == leases.batches[position : position + len(chunk)].tolist()
         return [int(number) for number in chunk]
 

@@ -82,7 +82,7 @@ class Leases:
     """One worker's access to the queues.
 
     The training thread calls all methods. Background threads use the store, and the training waits
-    for them for ``timeout_seconds`` at most. All methods but ``begin`` and ``fetch`` wait.
+    for them for ``timeout_seconds`` at most. All methods but ``begin`` wait.
 
     Args:
         team: The workers.

@@ -100,7 +100,7 @@ def start_process(
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM. The processes that are started inside never receive them.
+    """Hold back SIGINT and SIGTERM, also in the processes that are started inside.
 
     A Ctrl-C would interrupt the imports of the fork server, or leave a process without arguments.
     """
