@@ -35,8 +35,8 @@ def die(key: str = "died") -> NoReturn:
 
 PLACES: dict[str, tuple[Any, str]] = {
     "having a number": (SharedStore, "put"),
-    "before it gathers": (gathering.Gathering, "_gather"),
-    "having asked": (gathering, "join"),
+    "before it gathers": (gathering.Gathering, "_attempt"),
+    "having asked": (agreement.Agreement, "request"),
     "before it is here": (agreement.Agreement, "decide"),
     "before it proposes": (agreement.Agreement, "_propose"),
     "before it opens": (membership.StoreMembership, "enter"),

@@ -152,7 +152,7 @@ class Training:
             loss=loss.item(),
             model=self.model.state(),
             epoch=epoch,
-            queue=self.sampler._queue.number,
+            queue=self.sampler._leases.number,
             batch=batch.tolist(),
             repeated=self.sampler.repeated,
             step=self.sync.step,

@@ -145,11 +145,14 @@ def test_ctrl_c_ends_a_launcher_that_starts(folder: Path) -> None:
 
 INTERRUPTED = """
 import os, signal
-from multiprocessing import forkserver
 from offbeat.launcher import launch
-forkserver.ensure_running = lambda: os.kill(os.getpid(), signal.SIGINT)
+def interrupt(fresh):
+    os.kill(os.getpid(), signal.SIGINT)
+    print("held")
+launch._context = interrupt
 try:
-    launch._context(False)
+    launch.launch([], store="127.0.0.1:1", here=1, fresh=False, is_module=False, workers="1",
+                  max_restarts=0, grace_seconds=0)
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -157,7 +160,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux")
 def test_ctrl_c_is_not_lost_while_the_fork_server_starts() -> None:
-    assert ended(sys.executable, "-c", INTERRUPTED) == (0, "interrupted\n", "")
+    assert ended(sys.executable, "-c", INTERRUPTED) == (0, "held\ninterrupted\n", "")
 
 
 @pytest.mark.parametrize("fresh", [WARM, True])

@@ -251,14 +251,12 @@ def test_no_shuffle_and_drop_last() -> None:
 
 
 def test_a_single_process_needs_no_store() -> None:
-    """And a plain DataLoader works, too."""
-    worker = Worker()
-    sampler = LeasedSampler(dataset(), 32, sync=worker.sync)
-    assert (len(sampler), sampler.batches) == (8, 8)
+    worker = Worker(batch_size=32)
+    assert (len(worker.sampler), worker.sampler.batches) == (8, 8)
     for epoch in range(2):
-        worker.train(epoch, DataLoader(dataset(), batch_sampler=sampler))
+        worker.train(epoch, worker.loader)
         assert sorted(worker.used[epoch]) == list(range(SAMPLES))
-        assert sampler.epoch == epoch + 1  # without set_epoch, the next epoch follows
+        assert worker.sampler.epoch == epoch + 1  # without set_epoch, the next epoch follows
     worker.sync.finish()
 
 
@@ -292,8 +290,11 @@ def test_mistakes_are_named() -> None:
             LeasedSampler(dataset(), 300, sync=sync, drop_last=True)
         with pytest.raises(TypeError, match="must be a DataLoader with batch_sampler"):
             LeasedLoader(DataLoader(dataset(), batch_size=4))
-        with pytest.raises(ValueError, match="or as sampler= with batch_size=None"):
+        with pytest.raises(TypeError, match=r"or with batch_size=None .* with .*BatchSampler"):
             LeasedLoader(DataLoader(dataset(), sampler=sampler, batch_size=1))
+        plain = DataLoader(dataset(), batch_sampler=LeasedSampler(dataset(), 4, sync=sync))
+        with pytest.raises(AttachError, match="needs a LeasedLoader around the DataLoader"):
+            next(iter(plain))
         disordered = DataLoader(dataset(), batch_sampler=sampler, num_workers=1, in_order=False)
         with pytest.raises(ValueError, match="in_order=False changes the order"):
             LeasedLoader(disordered)
@@ -397,19 +398,6 @@ def test_nothing_is_leased_after_the_end() -> None:
     loader.sampler.sync.detach()
     with pytest.raises(AttachError, match=r"LeasedSampler after finish\(\) or detach\(\)"):
         list(batches)
-
-
-def test_elastic_training_needs_the_loader() -> None:
-    """A plain DataLoader does not know what was trained on, and ends without waiting."""
-
-    def worker() -> None:
-        sync = Worker(elastic=True).sync
-        sampler = LeasedSampler(dataset(), 4, sync=sync)
-        with pytest.raises(AttachError, match=r"needs a LeasedLoader around the DataLoader"):
-            next(iter(DataLoader(dataset(), batch_sampler=sampler)))
-        sync.detach()
-
-    simulated(worker, workers=1)
 
 
 # -- deaths ------------------------------------------------------------------------------------

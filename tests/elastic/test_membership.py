@@ -258,18 +258,22 @@ def test_a_stopped_worker_is_left_behind() -> None:
     assert views == [(2, (0, 1, 3))]
 
 
-def be_busy(rank: int, size: int) -> Any:
-    worker = Worker(rank, size).until(*range(size))
+def be_late(rank: int, size: int, why: str) -> Any:
+    worker = Worker(rank, size, silence_seconds=1.0 if why == "a stuck thread" else 30.0)
+    worker.until(*range(size))
     if rank == 1:
         die()
-    if rank == 2:
-        time.sleep(0.7)  # computing
+    if rank == 2 and why == "computing":
+        time.sleep(0.7)
+    elif rank == 2:  # such as one blocked in gloo on half of a message
+        worker.communicator.host.spawn(lambda: time.sleep(4), what=why)
     return worker.until(0, 2).finish()
 
 
-def test_a_busy_member_is_awaited() -> None:
-    """The others wait for as long as a member may be silent."""
-    results = run(be_busy, workers=3, newcomers=0, may_die=(1,))
+@pytest.mark.parametrize("why", ["computing", "a stuck thread"])
+def test_a_late_member_is_not_left_behind(why: str) -> None:
+    """A busy one is awaited while it may be silent. A stuck thread delays its arrival little."""
+    results = run(be_late, why, workers=3, newcomers=0, may_die=(1,))
     assert results[0] == results[2] == [(0, (0, 1, 2)), (1, (0, 2))]
 
 
@@ -343,21 +347,6 @@ def be_stopped_at_the_store(rank: int, size: int) -> int:
 
 def test_the_time_limit_of_the_store_excludes_a_stop() -> None:
     assert run(be_stopped_at_the_store, workers=2, newcomers=0) == [0, 1]
-
-
-def have_a_thread_that_stays(rank: int, size: int) -> Any:
-    worker = Worker(rank, size, silence_seconds=1.0).until(*range(size))
-    if rank == 1:
-        die()
-    if rank == 2:  # such as one blocked in gloo on half of a message
-        worker.communicator.host.spawn(lambda: time.sleep(4), what="a thread that stays")
-    return worker.until(0, 2).finish()
-
-
-def test_a_stuck_thread_does_not_delay_the_arrival_for_long() -> None:
-    """So its worker is not left behind."""
-    results = run(have_a_thread_that_stays, workers=3, newcomers=0, may_die=(1,))
-    assert results[0] == results[2] == [(0, (0, 1, 2)), (1, (0, 2))]
 
 
 def be_hasty(rank: int, size: int) -> Any:
@@ -581,7 +570,7 @@ def test_a_view_of_one_worker_can_be_joined() -> None:
 # -- stores and messages --------------------------------------------------------------------------
 
 
-def be_late(rank: int, size: int) -> Any:
+def send_late(rank: int, size: int) -> Any:
     worker = Worker(rank, size, silence_seconds=0.7).until(*range(size))
     if rank == 0:
         worker.change()
@@ -600,7 +589,7 @@ def be_late(rank: int, size: int) -> Any:
 
 def test_operations_of_a_later_view_have_the_full_time_limit() -> None:
     """The opening of the view has less."""
-    assert run(be_late, workers=2, newcomers=0) == [(0.0, 2.0, 2), (1.0, 2.0, 2)]
+    assert run(send_late, workers=2, newcomers=0) == [(0.0, 2.0, 2), (1.0, 2.0, 2)]
 
 
 # -- many views -----------------------------------------------------------------------------------

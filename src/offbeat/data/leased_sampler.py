@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from offbeat.arguments import require_integer
-from offbeat.data.leases import Leases, Numbers, Queue, Ranges, Report, to_numbers, to_ranges
+from offbeat.data.leases import Leases, Numbers, Ranges, to_numbers, to_ranges
 from offbeat.errors import AttachError
 from offbeat.synchronizer import Synchronizer, components_of
-from offbeat.transport.host import Promise
 
 
 class LeasedSampler(Sampler[list[int]]):
@@ -69,7 +68,8 @@ class LeasedSampler(Sampler[list[int]]):
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range, or an epoch has no batch.
-        AttachError: After ``finish`` or ``detach``, or the synchronizer has nodes of workers.
+        AttachError: After ``finish`` or ``detach``, without a ``LeasedLoader``, or the synchronizer
+            has nodes of workers.
         OffbeatError: The workers have no store, as with a custom ``Transport``.
 
     All workers create their samplers in the same order. If the settings differ between workers, the
@@ -120,22 +120,18 @@ class LeasedSampler(Sampler[list[int]]):
         self.sync, self.epoch, self.repeated = sync, 0, 0
         self._elastic = components.views is not None
         board = team.communicator.board(f"LeasedSampler/{components.leased_samplers}")
-        self._leases = Leases(team, board)
+        self._leases = Leases(team, board, elastic=self._elastic)
         components.leased_samplers += 1
         self._resumed: dict[int, Ranges] = {}  # what a checkpoint has left of some epochs
-        self._queue: Queue | None = None  # None between two epochs
         self._order = torch.empty(0)  # samples of the epoch in progress
-        self._ahead: Promise[tuple[int, Numbers] | Exception] | None = None  # the next chunk
-        self._least = 1  # least number of batches of a chunk
         # The batches of this epoch that this worker has taken, each with its progress. The first
-        # ``_drawn`` were drawn from the iterator, the first ``_handed_out`` have reached the loop,
-        # and the first ``_trained`` were trained on.
+        # ``_handed_out`` have reached the loop, and the first ``_trained`` were trained on.
         self._taken, self._progress_of = array("q"), array("d")
-        self._drawn = self._handed_out = self._trained = 0
+        self._handed_out = self._trained = 0
         self._handed_out_at = 0  # number of steps before the newest batch was handed out
         self._done: dict[int, Ranges] = {}  # batches that were trained on, by epoch
-        self._begun: int | None = None  # number of the epoch that was begun last
-        self._ended = -1  # number of the last epoch that was used up
+        # Numbers of the epoch that was begun last, and of the last one that was used up.
+        self._begun = self._ended = -1
         self._progress = 0.0
         self._has_loader = False
         if not components.unfinished.steps:
@@ -177,7 +173,7 @@ class LeasedSampler(Sampler[list[int]]):
         while the others wait there has to enter this consensus, too. So it starts from the epoch
         that they have just ended, although no batch of it is left.
         """
-        epoch = self.epoch if self._begun is None else self._begun
+        epoch = self.epoch if self._begun < 0 else self._begun
         return {"epoch": epoch, "resumed": self._resumed}
 
     def _join(self, values: dict[str, Any]) -> None:
@@ -189,33 +185,28 @@ class LeasedSampler(Sampler[list[int]]):
 
         After an iteration that was left early, the next one of the same epoch continues it.
         """
-        if self._elastic and not self._has_loader:
-            raise AttachError(
-                "a LeasedSampler in elastic training needs a LeasedLoader around the DataLoader, "
-                "so that the samples of lost workers are used: LeasedLoader(DataLoader(dataset, "
-                "batch_sampler=sampler))"
-            )
-        if self._queue is None or self._queue.epoch != self.epoch:
-            self._begin(self.epoch)
-        size, self._drawn = self._settings["batch_size"], self._handed_out
-        while self._drawn < len(self._taken) or self._take():
-            number = self._taken[self._drawn]
-            self._drawn += 1
-            if not self._has_loader:
-                self.hand_out()
-            yield self._order[number * size : (number + 1) * size].tolist()
         if not self._has_loader:
-            self.end_queue()
+            raise AttachError(
+                "a LeasedSampler needs a LeasedLoader around the DataLoader, which tells it what "
+                "was trained on: LeasedLoader(DataLoader(dataset, batch_sampler=sampler))"
+            )
+        if self._begun != self.epoch:
+            self._begin(self.epoch)
+        size, drawn = self._settings["batch_size"], self._handed_out
+        while drawn < len(self._taken) or self._take():
+            number = self._taken[drawn]
+            drawn += 1
+            yield self._order[number * size : (number + 1) * size].tolist()
 
     def _begin(self, epoch: int) -> None:
-        if self._begun is None:
+        if self._begun < 0:
             self._leases.require_equal(str(self._settings))
         self._note_done()
         self._begun = epoch
         self._taken, self._progress_of = array("q"), array("d")
         self._handed_out = self._trained = 0
         self._order = self._order_of(epoch)
-        self._queue, self._ahead = Queue(epoch, 0, self._batches_of(epoch)), None
+        self._leases.begin(epoch, 0, self._batches_of(epoch))
 
     def _order_of(self, epoch: int) -> Tensor:
         """Return the samples in the order of an epoch, which is that of DistributedSampler."""
@@ -234,40 +225,26 @@ class LeasedSampler(Sampler[list[int]]):
     def _batches_of(self, epoch: int) -> Numbers:
         return to_numbers(self._resumed.get(epoch, [[0, self._number_of(epoch)]]))
 
-    # -- chunks ----------------------------------------------------------------------------------
+    # -- batches ---------------------------------------------------------------------------------
 
     def _take(self) -> bool:
-        """Take the chunk that was fetched, and fetch another one. Returns False if there is none.
-
-        Blocks until the chunk is there.
-        """
-        queue = self._queue
-        assert queue is not None
-        if self._ahead is None:
-            self._ahead = self._fetch(queue)
-        else:  # a chunk should last until the next one is there
-            self._least = max(1, self._least - 1 if self._ahead.fulfilled else 2 * self._least)
-        position, chunk = self._leases.result(self._ahead)
-        if not chunk.size:
-            return False
-        last = self._number_of(queue.epoch)
-        # If all workers are equally fast, all have done as many batches of their chunks.
-        done = last - len(queue.batches) + position + self._team.size * np.arange(1, len(chunk) + 1)
+        """Take the next chunk. Returns False if there is none. Blocks until it is there."""
+        components_of(self.sync, "LeasedSampler")  # raises after the end of training
+        epoch, leases = self._begun, self._leases
+        position, chunk = leases.take(self._note_done())
+        last = self._number_of(epoch)
+        # If all workers are equally fast, each has done as many batches of its chunk.
+        of_all = self._team.size * np.arange(1, len(chunk) + 1)
+        done = last - len(leases.batches) + position + of_all
         self._taken.extend(chunk.tolist())
-        self._progress_of.extend((queue.epoch + np.minimum(last, done) / self.batches).tolist())
-        if queue.number:
+        self._progress_of.extend((epoch + np.minimum(last, done) / self.batches).tolist())
+        if leases.number:
             size, samples = self._settings["batch_size"], self._settings["samples"]
             self.repeated += int(np.minimum(size, samples - size * chunk).sum())
-        self._ahead = self._fetch(queue)
-        return True
-
-    def _fetch(self, queue: Queue) -> Promise[tuple[int, Numbers] | Exception]:
-        components_of(self.sync, "LeasedSampler")  # raises after the end of training
-        report = Report(queue.epoch, queue.number, self._note_done()) if self._elastic else None
-        return self._leases.fetch(queue, self._least, report)
+        return bool(chunk.size)
 
     def count_by_loader(self) -> None:
-        """Let a loader call ``hand_out`` and ``end_queue``. Otherwise drawn batches count."""
+        """Note that a loader calls ``hand_out`` and ``end_queue``."""
         self._has_loader = True
 
     def hand_out(self) -> None:
@@ -284,9 +261,7 @@ class LeasedSampler(Sampler[list[int]]):
 
     def _note_done(self) -> Ranges:
         """Return the batches of this epoch that were trained on, and note them in ``_done``."""
-        if self._queue is None:
-            return []
-        done = self._done[self._queue.epoch] = to_ranges(self._taken[: self._trained])
+        done = self._done[self._begun] = to_ranges(self._taken[: self._trained])
         return done
 
     # -- the end of an epoch ---------------------------------------------------------------------
@@ -297,33 +272,30 @@ class LeasedSampler(Sampler[list[int]]):
         In elastic training it waits until all workers have done so. Returns True if the next
         iteration has batches of the same epoch, which lost workers have left.
         """
-        queue = self._queue
-        assert queue is not None
+        epoch, leases = self._begun, self._leases
         self._trained = self._handed_out  # also batches without a step
         done = self._note_done()
-        if self._elastic:
-            report = Report(queue.epoch, queue.number + 1, done)
-            left = self._agree_on_left(report, self._batches_of(queue.epoch))
-            if left.size:
-                self._queue, self._ahead = Queue(report.epoch, report.queues, left), None
-                return True
-        self._ended, self.epoch, self._queue = queue.epoch, queue.epoch + 1, None
+        if self._elastic and (left := self._agree_on_left(done, self._batches_of(epoch))).size:
+            leases.begin(epoch, leases.number + 1, left)
+            return True
+        self._ended, self.epoch = epoch, epoch + 1
         return False
 
-    def _agree_on_left(self, report: Report, whole: Numbers) -> Numbers:
+    def _agree_on_left(self, done: Ranges, whole: Numbers) -> Numbers:
         """Return what lost workers have left of the epoch. All workers return the same.
 
         In ``consensus`` this worker takes part in the rounds of the workers that still train. One
         of these may also evaluate in a ``consensus`` in the middle of the epoch. So the reports
         tell whether all workers have reached the end.
         """
-        left = self._leases.next_queue(report, whole, None)
+        left = self._leases.agree_on_left(done, whole, None)
         while left is None:
             with self.sync.consensus():
                 pass
             # A worker that has called ``finish`` takes no further batch: do not wait for it.
             complete = components_of(self.sync, "LeasedSampler").consensus.complete
-            left = self._leases.next_queue(report, whole, self._team.members if complete else ())
+            members = self._team.members if complete else ()
+            left = self._leases.agree_on_left(done, whole, members)
         return left
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -348,7 +320,7 @@ class LeasedSampler(Sampler[list[int]]):
         components.consensus.require_complete(what)
         self._note_step()
         self._note_done()
-        epochs = self._gather(self.epoch if self._queue is None else self._queue.epoch)
+        epochs = self._gather(self._begun if self._begun > self._ended else self.epoch)
         span = range(min(epochs), max([*epochs, *self._resumed]) + 1)
         every = self._gather([self._done.get(epoch, []) for epoch in span])
         left: dict[int, Ranges] = {}
@@ -378,7 +350,7 @@ class LeasedSampler(Sampler[list[int]]):
         Raises:
             ValueError: The state has other settings than this sampler, or an epoch has begun.
         """
-        if self._begun is not None:
+        if self._begun >= 0:
             raise ValueError("load_state_dict() after the first epoch has begun: call it before")
         for name, value in self._settings.items():
             if state.get(name) != value:
@@ -412,27 +384,24 @@ class LeasedLoader(Iterable[Any]):
         sampler: Its ``LeasedSampler``.
 
     Raises:
-        TypeError: The loader has no ``LeasedSampler``.
-        ValueError: The loader returns other batches than the sampler, or in another order.
+        TypeError: The loader does not take its batches from a ``LeasedSampler``.
+        ValueError: The loader returns the batches in another order.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        candidates = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
-        found = next((each for each in candidates if isinstance(each, LeasedSampler)), None)
-        if found is None:
+        sampler = getattr(loader, "batch_sampler", None)
+        if sampler is None:  # with batch_size=None
+            sampler = getattr(loader, "sampler", None)
+        if not isinstance(sampler, LeasedSampler):
             raise TypeError(
-                "loader must be a DataLoader with batch_sampler=LeasedSampler(…), got "
-                f"{type(loader).__name__} with {candidates[0]!r}"
-            )
-        if found is candidates[1] and getattr(loader, "batch_size", None) is not None:
-            raise ValueError(
-                "the loader joins batches of the LeasedSampler to larger ones: pass it as "
-                "batch_sampler=, or as sampler= with batch_size=None"
+                "loader must be a DataLoader with batch_sampler=LeasedSampler(…), or with "
+                "batch_size=None and sampler=LeasedSampler(…), got "
+                f"{type(loader).__name__} with {sampler!r}"
             )
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
             raise ValueError("in_order=False changes the order of the batches: leave it out")
-        self.loader, self.sampler = loader, found
-        found.count_by_loader()
+        self.loader, self.sampler = loader, sampler
+        sampler.count_by_loader()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch of this worker if all are equally fast."""

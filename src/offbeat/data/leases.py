@@ -1,11 +1,11 @@
 """The queue of an epoch: all workers take chunks of its batches from a store that they share.
 
-Batches have numbers, from 0. A *queue* is a list of ranges of batches, and a *chunk* is a run of
-batches that one worker takes from it. The keys of the store (a ``Board``):
+Batches have numbers, from 0. A *queue* is a list of batches, and a *chunk* is a run of batches that
+one worker takes from it. The keys of the store (a ``Board``):
 
     settings        what determines the batches, equal on all workers
     taken/<e>/<q>   number of batches that were taken from queue q of epoch e, from its start
-    queue/<e>/<q>   in elastic training, for q ≥ 1: the ranges of the queue
+    queue/<e>/<q>   in elastic training, for q ≥ 1: the batches of the queue, as ranges
     worker/<w>      in elastic training: the ``Report`` of worker w
 
 Queue 0 has the batches of the epoch. A worker takes a chunk by adding its length to ``taken``. The
@@ -22,8 +22,7 @@ trained on again.
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -64,23 +63,6 @@ def chunk_length(left: int, workers: int, least: int) -> int:
     return min(max(least, left // (_CHUNKS * workers)), math.ceil(left / workers))
 
 
-@dataclass(eq=False)
-class Queue:
-    """A queue, as one worker knows it.
-
-    Attributes:
-        epoch: Number of the epoch.
-        number: Number of the queue in the epoch.
-        batches: The batches of the queue, in order.
-        taken: Value of the counter when this worker has read it last.
-    """
-
-    epoch: int
-    number: int
-    batches: Numbers
-    taken: int = 0
-
-
 class Report(NamedTuple):
     """A worker's progress in an epoch.
 
@@ -100,16 +82,29 @@ class Leases:
     """One worker's access to the queues.
 
     The training thread calls all methods. Background threads use the store, and the training waits
-    for them for ``timeout_seconds`` at most.
+    for them for ``timeout_seconds`` at most. All methods but ``begin`` wait.
 
     Args:
         team: The workers.
         board: The store.
+        elastic: True to write reports.
+
+    Attributes:
+        epoch: Number of the epoch of the current queue.
+        number: Number of the current queue in the epoch.
+        batches: The batches of the current queue, in order.
     """
 
-    def __init__(self, team: Team, board: Board) -> None:
-        self._team, self._board = team, board
+    epoch: int
+    number: int
+    batches: Numbers
+
+    def __init__(self, team: Team, board: Board, *, elastic: bool) -> None:
+        self._team, self._board, self._elastic = team, board, elastic
         self._workers = 0  # number of workers that this one has known; identities are below it
+        self._counter = 0  # end of the last chunk of this worker in the queue
+        self._least = 1  # least length of a chunk
+        self._ahead: Promise[tuple[int, Numbers] | Exception] | None = None  # the next chunk
 
     def require_equal(self, settings: str) -> None:
         """Raise MismatchError if another worker has other settings."""
@@ -120,42 +115,58 @@ class Leases:
                 f"{first}"
             )
 
-    def fetch(
-        self, queue: Queue, least: int, report: Report | None
-    ) -> Promise[tuple[int, Numbers] | Exception]:
-        """Begin to take a chunk of at least ``least`` batches, after writing ``report``.
+    def begin(self, epoch: int, number: int, batches: Numbers) -> None:
+        """Continue with another queue."""
+        self.epoch, self.number, self.batches = epoch, number, batches
+        self._counter, self._ahead = 0, None
 
-        The result is the position of the chunk in the queue, and its batches. There are none if the
-        queue is empty.
+    def take(self, done: Ranges) -> tuple[int, Numbers]:
+        """Return the position of the next chunk in the queue, and its batches: none at the end.
+
+        The chunk after it is fetched meanwhile. ``done`` has the batches of the epoch that this
+        worker has trained on.
         """
+        if self._ahead is None:
+            self._ahead = self._fetch(done)
+        else:  # a chunk should last until the next one is there
+            self._least = max(1, self._least - 1 if self._ahead.fulfilled else 2 * self._least)
+        position, chunk = self._result(self._ahead)
+        self._counter = position + len(chunk)
+        if chunk.size:
+            self._ahead = self._fetch(done)
+        return position, chunk
+
+    def _fetch(self, done: Ranges) -> Promise[tuple[int, Numbers] | Exception]:
         self._known_workers()
-        left = max(0, len(queue.batches) - queue.taken)
-        length = chunk_length(left, self._team.size, least)
+        batches, end = self.batches, self._counter
+        key, report = f"taken/{self.epoch}/{self.number}", Report(self.epoch, self.number, done)
+        length = chunk_length(max(0, len(batches) - end), self._team.size, self._least)
 
         def take() -> tuple[int, Numbers]:
-            if report is not None:
+            if self._elastic:
                 self._write(report)
-            if length:
-                queue.taken = self._board.add(f"taken/{queue.epoch}/{queue.number}", length)
-            return queue.taken - length, queue.batches[queue.taken - length : queue.taken]
+            taken = self._board.add(key, length) if length else end
+            return taken - length, batches[taken - length : taken]
 
         return self._start(take)
 
     # -- elastic training ------------------------------------------------------------------------
 
-    def next_queue(
-        self, report: Report, whole: Numbers, members: Collection[int] | None
+    def agree_on_left(
+        self, done: Ranges, whole: Numbers, members: Collection[int] | None
     ) -> Numbers | None:
-        """Return the queue after those that this worker has completed, or None if there is none.
+        """Return what lost workers have left of the epoch, at the end of the current queue.
+
+        All workers return the same. None: it is not decided yet.
 
         Args:
-            report: Report of this worker, which is written.
+            done: The batches of the epoch that this worker has trained on.
             whole: The batches of the epoch.
-            members: The workers that must have completed these queues, too, before this worker may
-                propose the next one. None: it may not.
+            members: The workers that must have reached the end of the queue, too, before this one
+                may decide. None: it may not.
         """
-        key = f"queue/{report.epoch}/{report.queues}"
-        known = self._known_workers()
+        report = Report(self.epoch, self.number + 1, done)
+        key, known = f"queue/{report.epoch}/{report.queues}", self._known_workers()
 
         def agree() -> str:
             self._write(report)
@@ -202,12 +213,8 @@ class Leases:
         self._team.host.spawn(run, what="leases of data")
         return future
 
-    def result(self, future: Promise[T | Exception]) -> T:
-        """Return the result of ``fetch``. Blocks.
-
-        Raises:
-            CommunicationError: The store does not answer.
-        """
+    def _result(self, future: Promise[T | Exception]) -> T:
+        """Wait for a background thread. Raise CommunicationError if the store does not answer."""
         team = self._team
         failed = f"rank {team.rank}: leasing data failed: the store of the workers"
         if not future.fulfilled:
@@ -227,9 +234,9 @@ class Leases:
         return result
 
     def _call(self, function: Callable[[], T]) -> T:
-        return self.result(self._start(function))
+        return self._result(self._start(function))
 
 
-def _done(reports: Mapping[int, Report], epoch: int) -> Numbers:
+def _done(reports: dict[int, Report], epoch: int) -> Numbers:
     """Return the batches of an epoch that are in ``reports``."""
     return to_numbers(r for each in reports.values() if each.epoch == epoch for r in each.done)

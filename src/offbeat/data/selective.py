@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler
+from typing_extensions import override
 
 
-class SelDPSampler(Sampler[int]):
+class SelDPSampler(DistributedSampler[int]):
     """Gives all samples to each worker, in rotated order. A drop-in for ``DistributedSampler``.
 
     In every epoch the indices are shuffled (unless ``shuffle=False``) and cut into N chunks
@@ -38,8 +38,8 @@ class SelDPSampler(Sampler[int]):
         position: Number of indices drawn in this epoch so far.
 
     Raises:
-        RuntimeError: ``num_replicas`` or ``rank`` is None and no process group is initialised.
-        ValueError: ``rank`` is not in [0, N), or a worker would have no samples.
+        ValueError: ``rank`` is not in [0, N), a worker would have no samples, or ``num_replicas``
+            or ``rank`` is None and no process group is initialised.
 
     Source: Tyagi & Swany, arXiv 2307.07950, §III-D.
     """
@@ -53,32 +53,22 @@ class SelDPSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        if num_replicas is None or rank is None:
-            if not (dist.is_available() and dist.is_initialized()):
-                raise RuntimeError(
-                    "SelDPSampler needs num_replicas and rank when torch.distributed is not "
-                    "initialised"
-                )
-            num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-            rank = dist.get_rank() if rank is None else rank
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank must be in [0, {num_replicas}), got {rank}")
-        size = len(dataset)
-        self._chunk = size // num_replicas if drop_last else math.ceil(size / num_replicas)
-        if not self._chunk:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+        if self.num_samples < 1:
             raise ValueError(
-                f"{size} samples leave nothing for each of {num_replicas} workers"
+                f"{len(dataset)} samples leave nothing for each of {self.num_replicas} workers"
                 + (" after drop_last" if drop_last else "")
             )
-        self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = self.position = 0
+        self.position = 0
+        self._size = len(dataset)
         self._resume = 0  # position at which the next iteration starts
 
+    @override
     def __len__(self) -> int:
         """Number of indices in an epoch of this worker."""
-        return self._chunk * self.num_replicas
+        return self.total_size
 
+    @override
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the shuffle. A new epoch starts at position 0."""
         if epoch != self.epoch:
@@ -87,15 +77,15 @@ class SelDPSampler(Sampler[int]):
 
     def _indices(self) -> list[int]:
         """Return the indices that this worker reads in this epoch, in order."""
-        size = len(self.dataset)
-        indices = list(range(size))
+        indices = list(range(self._size))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            indices = torch.randperm(size, generator=generator, device="cpu").tolist()
-        chunks = (indices * math.ceil(len(self) / size))[: len(self)]  # repeated or cut
-        start = self.rank * self._chunk
+            indices = torch.randperm(self._size, generator=generator, device="cpu").tolist()
+        chunks = (indices * math.ceil(len(self) / self._size))[: len(self)]  # repeated or cut
+        start = self.rank * self.num_samples
         return chunks[start:] + chunks[:start]
 
+    @override
     def __iter__(self) -> Iterator[int]:
         """Iterate over the epoch's indices, after ``load_state_dict`` over the rest of them."""
         first, self._resume = self._resume, 0
@@ -119,7 +109,7 @@ class SelDPSampler(Sampler[int]):
     def _settings(self) -> dict[str, Any]:
         """Return what determines the order of the indices, besides the rank."""
         names = ("seed", "num_replicas", "shuffle", "drop_last")
-        return {**{name: getattr(self, name) for name in names}, "samples": len(self.dataset)}
+        return {**{name: getattr(self, name) for name in names}, "samples": self._size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration continue from the saved position. Later iterations are complete.

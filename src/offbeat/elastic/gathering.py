@@ -36,14 +36,13 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from offbeat.elastic import reports
 from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
 from offbeat.elastic.agreement import Agreement, Decision, polls
-from offbeat.elastic.joining import UnreachableError, join
 from offbeat.elastic.membership import StoreMembership
 from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
@@ -56,7 +55,12 @@ logger = logging.getLogger("offbeat")
 LATEST_TRAINING = "offbeat/elastic"
 """Key in the store. Its value is the key prefix of the training that began last."""
 _STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
+_REFUSED_SECONDS = 5.0  # time after which members whose ports refuse connections count as dead
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
+
+
+class UnreachableError(CommunicationError):
+    """The members cannot connect to this worker."""
 
 
 def gathering_from_environment() -> "Gathering | None":
@@ -150,54 +154,105 @@ class Gathering(Transport):
                 raise
             if view is not None:
                 reports.tell(f"trains as rank {agreement.worker}")
+                members = ranks_text(view.members)
+                logger.info("rank %d begins in view %d: %s", agreement.worker, view.number, members)
                 return view.communicator
             agreement.heartbeats.close()
             logger.info("rank %d: no member of %s is left", agreement.worker, name)
             root.call(partial(root.replace, LATEST_TRAINING, name, _new_training()), what)
 
     def _attempt(self, root: SharedStore, name: str, agreement: Agreement) -> View | None:
-        deadline = time.monotonic() + agreement.timeout_seconds
-        first = self._gather(agreement, deadline)
-        if agreement.worker in first.members:
-            view = StoreMembership(agreement).enter(0, first)
-            logger.info(
-                "rank %d begins training with %s", agreement.worker, ranks_text(first.members)
-            )
-            return view
-        return join(agreement, lambda: root.get(LATEST_TRAINING) != name, deadline)
+        """Open the first view that contains this worker. Blocks.
 
-    def _gather(self, agreement: Agreement, deadline: float) -> Decision:
-        """Wait for the decision on view 0, and return it. Propose one if enough workers live."""
-        heartbeats, started = agreement.heartbeats, time.monotonic()
-        view = agreement.store.within("view/0")
+        Returns None if another training has replaced this one, or all members have ended, so that
+        no one can admit this worker.
+        """
+        store, heartbeats, worker = agreement.store, agreement.heartbeats, agreement.worker
+        what, started = f"rank {worker}: joining failed", time.monotonic()
+        latest = agreement.call(lambda: store.get("latest"))
+        number, before = -1 if latest is None else latest - 1, Decision([], 0)
+        gone: set[int] = set()  # workers that have ended or left
+        unreachable: set[int] = set()
+        requested = started  # time of the request for the next view
+
+        def read() -> tuple[Any, bool, Any]:
+            gone.update(store.present("left/{}", set(before.members) - gone))
+            replaced = root.get(LATEST_TRAINING) != name
+            return store.get("ended"), replaced, store.get(f"view/{number + 1}/decided")
+
         for _ in polls():
-            if (decided := agreement.call(lambda: view.get("decided"))) is not None:
-                return Decision(**decided)
-            decision = agreement.admit(Decision([], 0))
-            impatient = time.monotonic() - started >= self._patience_seconds
-            least = self.workers.least if impatient else self.workers.most
-            if len(decision.members) >= least and decision.members[0] == agreement.worker:
-                first = partial(view.put_if_absent, "decided", vars(decision))
-                return Decision(**agreement.call(first))
-            if time.monotonic() > deadline:
-                silent = {*range(decision.next_identity)}.difference(
-                    *(decision.members, decision.unannounced),
-                    *(heartbeats.refused, heartbeats.dead()),
+            # First who has ended. So if all members of the view ``before`` have ended and there is
+            # no decision on the next one, there never will be.
+            gone |= heartbeats.dead()
+            ended, replaced, decided = agreement.call(read)
+            if ended is not None:
+                raise EndedError(
+                    f"{what}: the training at {store.location} has ended. For another one use a "
+                    "new store"
                 )
-                raise self._timeout(agreement, len(decision.members), len(silent))
+            waited = time.monotonic() - started
+            if decided is None and replaced:
+                return None
+            if decided is None and number < 0:
+                decided = self._propose(agreement, waited)
+            if decided is not None:
+                number, before = number + 1, Decision(**decided)
+                if worker in before.members:
+                    return StoreMembership(agreement).enter_first(number, before)
+                if before.considers(worker):
+                    raise UnreachableError(
+                        f"{what}: the members cannot reach this process at {heartbeats.address}. "
+                        "Name the network interface that joins you to them in GLOO_SOCKET_IFNAME"
+                    )
+                agreement.request(number + 1)
+                unreachable = set(agreement.connect_heartbeats(before.members))
+                requested = time.monotonic()
+                continue
+            # A member whose process lives answers the request when it next steps. So members that
+            # this worker cannot reach count as dead if they have not answered for a while.
+            unanswered, lost = time.monotonic() - requested, set(gone)
+            if unanswered > _REFUSED_SECONDS:
+                lost |= heartbeats.refused
+            if unanswered > agreement.silence_seconds:
+                lost |= unreachable
+            if before.members and lost.issuperset(before.members):
+                return None
+            if waited > agreement.timeout_seconds:
+                raise CommunicationTimeout(
+                    f"{what}: the members at {store.location} have not begun another view within "
+                    f"timeout_seconds={agreement.timeout_seconds:g}: raise it in "
+                    "attach(..., timeout_seconds=...) if their steps may take that long"
+                )
         raise AssertionError
 
-    def _timeout(self, agreement: Agreement, alive: int, silent: int) -> CommunicationTimeout:
-        text = (
-            f"gathering failed: {alive} of {self.workers.most} workers have come to "
-            f"{self._address} within timeout_seconds={agreement.timeout_seconds:g}"
-        )
-        if silent:
-            text += (
-                f". {silent} more do not answer at their addresses: name the network interface "
-                "that joins the workers in GLOO_SOCKET_IFNAME"
+    def _propose(self, agreement: Agreement, waited: float) -> Any:
+        """Propose view 0 if enough workers live and this one is the lowest. Return the decision.
+
+        Returns None if it cannot propose. Raises CommunicationTimeout if it has waited for longer
+        than ``timeout_seconds``.
+        """
+        decision, heartbeats = agreement.admit(Decision([], 0)), agreement.heartbeats
+        impatient = waited >= self._patience_seconds
+        least = self.workers.least if impatient else self.workers.most
+        if len(decision.members) >= least and decision.members[0] == agreement.worker:
+            write = agreement.store.put_if_absent
+            return agreement.call(partial(write, "view/0/decided", vars(decision)))
+        if waited > agreement.timeout_seconds:
+            text = (
+                f"gathering failed: {len(decision.members)} of {self.workers.most} workers have "
+                f"come to {self._address} within timeout_seconds={agreement.timeout_seconds:g}"
             )
-        return CommunicationTimeout(text)
+            silent = {*range(decision.next_identity)}.difference(
+                *(decision.members, decision.unannounced),
+                *(heartbeats.refused, heartbeats.dead()),
+            )
+            if silent:
+                text += (
+                    f". {len(silent)} more do not answer at their addresses: name the network "
+                    "interface that joins the workers in GLOO_SOCKET_IFNAME"
+                )
+            raise CommunicationTimeout(text)
+        return None
 
 
 def _latest_training(root: SharedStore) -> str:

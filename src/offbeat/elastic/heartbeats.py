@@ -4,20 +4,19 @@ Nothing is sent on them. When a process ends, the kernel of its machine closes i
 workers at the other ends notice that.
 """
 
-import errno
 import os
 import select
 import socket
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from offbeat.errors import AttachError
 from offbeat.transport.torch_backend.network_interface import gloo_address
 
-_CONNECT_SECONDS = 2.0  # time limit of connect()
+_CONNECT_SECONDS = 2.0  # time limit of a connection
 _BACKLOG = 4096  # number of connections that may wait to be accepted; the default maximum of Linux
 
 
@@ -147,41 +146,20 @@ def find_unreachable(addresses: Mapping[int, str]) -> list[int]:
 
 def _open(addresses: Mapping[int, str]) -> tuple[dict[int, socket.socket], set[int]]:
     """Return new connections to those workers that can be reached, and the workers that refused."""
-    attempts: dict[int, tuple[socket.socket, int]] = {}
-    for worker, address in addresses.items():
+
+    def connect(address: str) -> socket.socket | OSError:
         host, _, port = address.rpartition(":")
-        connection = socket.socket()
-        connection.setblocking(False)
-        attempts[worker] = connection, _connect(connection, host, int(port))
-    opened, refused = {}, set()
-    deadline = time.monotonic() + _CONNECT_SECONDS
-    for worker, (connection, code) in attempts.items():
-        code = code or _result(connection, deadline - time.monotonic())
-        if code == 0:
-            opened[worker] = connection
-            continue
-        connection.close()
-        if code == errno.ECONNREFUSED:
-            refused.add(worker)
-    return opened, refused
+        try:
+            return socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+        except OSError as error:
+            return error
 
-
-def _connect(connection: socket.socket, host: str, port: int) -> int:
-    """Begin to connect. Return 0, or an error number."""
-    try:
-        code = connection.connect_ex((host, port))
-    except OSError as error:  # the host name is unknown
-        return error.errno or errno.EHOSTUNREACH
-    return 0 if code == errno.EINPROGRESS else code
-
-
-def _result(connection: socket.socket, seconds: float) -> int:
-    """Wait for at most ``seconds`` until the connection is open. Return 0, or an error number."""
-    poll = select.poll()
-    poll.register(connection.fileno(), select.POLLOUT)
-    if not poll.poll(max(0.0, 1000 * seconds)):
-        return errno.ETIMEDOUT
-    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+        results = dict(zip(addresses, pool.map(connect, addresses.values()), strict=True))
+    opened = {w: result for w, result in results.items() if isinstance(result, socket.socket)}
+    return opened, {
+        w for w, result in results.items() if isinstance(result, ConnectionRefusedError)
+    }
 
 
 def _close(

@@ -10,8 +10,6 @@ import logging
 import time
 from functools import partial
 
-from typing_extensions import override
-
 from offbeat.elastic.agreement import Agreement, Arrival, Decision
 from offbeat.elastic.store import StoreLostError
 from offbeat.errors import CommunicationError, CommunicationTimeout
@@ -30,26 +28,6 @@ _RETRY_SILENCE_SECONDS = 3.0  # wait for members that did not answer during the 
 _CLOSING_SECONDS = 5.0  # longest wait for the threads of a view that has ended
 _STORE_SECONDS = 0.25  # time between two reads of the store
 _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
-
-
-class ElasticCommunicator(TorchCommunicator):
-    """The communicator of a view with several members, with a ``membership``."""
-
-    membership: "StoreMembership"
-
-    @override
-    def board(self, name: str) -> Board:
-        return self.membership.board(name)
-
-
-class ElasticSingle(SingleCommunicator):
-    """The communicator of a view with one member, with a ``membership``."""
-
-    membership: "StoreMembership"
-
-    @override
-    def board(self, name: str) -> Board:
-        return self.membership.board(name)
 
 
 class StoreMembership:
@@ -96,20 +74,22 @@ class StoreMembership:
         self._member_died, self._last_check = False, time.monotonic()
         return self.view
 
-    def enter_as_newcomer(self, number: int, decision: Decision) -> View:
-        """Open view ``number``, which admits this worker. If that fails, try the next views."""
+    def enter_first(self, number: int, decision: Decision) -> View:
+        """Open view ``number``, the first of this worker. If that fails, try the views after it.
+
+        View 0 is not followed by another one if it fails: the workers gather again.
+        """
         try:
             return self.enter(number, decision)
-        except StoreLostError:
-            raise
-        except CommunicationError:
+        except CommunicationError as error:
+            if number == 0 or isinstance(error, StoreLostError):
+                raise
             return self._enter_after(number, decision, step=None)
 
     def _communicator(self, number: int, members: tuple[int, ...]) -> Communicator:
-        communicator: ElasticCommunicator | ElasticSingle
         agreement = self._agreement
         if len(members) == 1:
-            communicator = ElasticSingle(agreement.timeout_seconds)
+            communicator: Communicator = SingleCommunicator(agreement.timeout_seconds)
         else:
             factory = GroupFactory(
                 agreement.store.store,
@@ -123,7 +103,7 @@ class StoreMembership:
             )
             # A worker closes its communicator before it arrives at the next view. If closing took
             # longer than ``silence_seconds``, the others would continue without this worker.
-            communicator = ElasticCommunicator(
+            communicator = TorchCommunicator(
                 factory,
                 timeout_seconds=agreement.timeout_seconds,
                 closing_seconds=min(_CLOSING_SECONDS, self._silence_seconds / 4),

@@ -59,12 +59,12 @@ def launch(
         raise OffbeatError("offbeat run needs Linux or macOS")
     # Torch reads this variable when the fork server imports it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // here)))
-    context = _context(fresh)
     with contextlib.ExitStack() as stack:
-        if store is None:
-            store = stack.enter_context(_local_store(context))
-        else:
-            await_store(store)
+        with _signals_held():
+            context = _context(fresh)
+            if store is None:
+                store = stack.enter_context(_local_store(context))
+        await_store(store)
         # Each worker has a default process group of its own, so that a script which calls
         # ``init_process_group()`` runs unchanged.
         variables = {
@@ -99,25 +99,18 @@ def start_process(
 
 
 @contextlib.contextmanager
-def _local_store(context: ForkServerContext | SpawnContext) -> Iterator[str]:
-    """Keep a store for this machine in a process of its own, and return its address."""
-    with listen("127.0.0.1", 0) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        # A Ctrl-C in the middle of the start would leave a process without its arguments.
-        held: set[signal.Signals] = set()
-        if isinstance(context, ForkServerContext):  # whose processes do not inherit what is blocked
-            held = {signal.SIGINT, signal.SIGTERM} - signal.pthread_sigmask(signal.SIG_BLOCK, ())
-            signal.pthread_sigmask(signal.SIG_BLOCK, held)
-        try:
-            process = start_process(context, serve_in_process, listener)
-        except EOFError:
-            raise OffbeatError("the process that starts the workers has ended") from None
+def _signals_held() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM, also in the processes that are started inside.
+
+    A Ctrl-C would interrupt the imports of the fork server, or leave a process without arguments.
+    """
+    resource_tracker.ensure_running()  # by itself, because it unblocks signals
+    held = {signal.SIGINT, signal.SIGTERM} - signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
-        if held:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
-        yield address
+        yield
     finally:
-        process.kill()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
 
 
 def _context(fresh: bool) -> ForkServerContext | SpawnContext:
@@ -129,14 +122,23 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["offbeat.launcher.preloaded"])
-    # A Ctrl-C would interrupt the imports of the fork server, which inherits what is blocked.
-    resource_tracker.ensure_running()  # by itself, because it unblocks signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    forkserver.ensure_running()
     return context
+
+
+@contextlib.contextmanager
+def _local_store(context: ForkServerContext | SpawnContext) -> Iterator[str]:
+    """Keep a store for this machine in a process of its own, and return its address."""
+    with listen("127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            process = start_process(context, serve_in_process, listener)
+        except EOFError:
+            raise OffbeatError("the process that starts the workers has ended") from None
+    try:
+        yield address
+    finally:
+        process.kill()
 
 
 def _cores() -> int:

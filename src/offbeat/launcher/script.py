@@ -49,9 +49,9 @@ def run_worker(
             os.write(pipes[2].fileno(), f"{text}\n".encode())
 
     reports.tell = tell
-    # The launcher blocks SIGINT while it starts the fork server.
+    # The launcher blocks these signals while it starts the fork server.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     # Otherwise the processes of a DataLoader would be started as this one was, and not as usual.
     multiprocessing.set_start_method(None, force=True)
     os.environ.update(variables)

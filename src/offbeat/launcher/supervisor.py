@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from offbeat.elastic import reports
 from offbeat.launcher.output import Lines, report, write
@@ -31,20 +31,6 @@ _UNKNOWN = 255
 StartProcess: TypeAlias = Callable[[Mapping[str, str], list[Connection]], BaseProcess]
 """Starts a process with additional environment variables and three pipes, which it writes to:
 standard output, standard error and reports."""
-
-
-class _End(NamedTuple):
-    """The end of a worker's process.
-
-    Attributes:
-        code: Exit code, 128 + n after the signal n.
-        how: Description, such as "was ended by SIGKILL".
-        script_failed: True if the script has failed, rather than the communication.
-    """
-
-    code: int
-    how: str
-    script_failed: bool = False
 
 
 class Supervisor:
@@ -129,37 +115,41 @@ class Supervisor:
                 report(f"worker {number} is not started again: the training has ended")
                 return
             began = time.monotonic()
-            end = await self._run(number, starts)
+            status, how = await self._run(number, starts)
             starts += 1
             if time.monotonic() >= began + _FORGET_SECONDS:
                 restarts = 0
-            what = f"worker {number} {end.how}"
-            if end.code == 0 or self._stopping.is_set():
-                report(what)
+            if status == 0 or self._stopping.is_set():
+                report(f"worker {number} {how}")
                 return
-            if reason := self._why_final(number, end, restarts):
-                report(f"{what}; not again: {reason}")
-                self._failures.append((number, end.code))
+            if reason := self._why_final(number, status, restarts):
+                report(f"worker {number} {how}; not again: {reason}")
+                self._failures.append((number, status if status > 0 else 128 - status))
                 return
             pause = _PAUSES_SECONDS[min(restarts, len(_PAUSES_SECONDS) - 1)]
             restarts += 1
-            report(f"{what}; again in {pause:g} s ({restarts} of {self._max_restarts})")
+            report(
+                f"worker {number} {how}; again in {pause:g} s ({restarts} of {self._max_restarts})"
+            )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
-    def _why_final(self, number: int, end: _End, restarts: int) -> str | None:
-        """Return why no restart follows the end of a process. None if one does."""
+    def _why_final(self, number: int, status: int, restarts: int) -> str | None:
+        """Return why no restart follows an exit status. None if one does."""
         if number in self._finished:
             return "it had finished the training"
-        if end.code == FINAL:
+        if status == FINAL:
             return "a restart would not mend this error"
-        if end.script_failed and not self._has_trained:
+        if status > 0 and status != TEMPORARY and not self._has_trained:
             self._stopping.set()
             return "the script fails before training begins"
         return f"--max-restarts {restarts}" if restarts >= self._max_restarts else None
 
-    async def _run(self, number: int, starts: int) -> _End:
-        """Run one process of worker ``number``, which has had ``starts`` processes before."""
+    async def _run(self, number: int, starts: int) -> tuple[int, str]:
+        """Run one process of worker ``number``, which has had ``starts`` processes before.
+
+        Returns its exit status, −n after the signal n, and how it ended.
+        """
 
         def on_report(line: bytes) -> None:
             text = line.decode()
@@ -179,7 +169,7 @@ class Supervisor:
                 read.close()
             lost = isinstance(error, EOFError)  # it could not fork, and has ended by that
             reason = "the fork server has ended" if lost else str(error)
-            return _End(TEMPORARY, f"could not be started ({reason})")
+            return TEMPORARY, f"could not be started ({reason})"
         finally:
             for _, end in pipes:
                 end.close()
@@ -201,9 +191,8 @@ class Supervisor:
             while os.waitpid(-process.pid, os.WNOHANG)[0]:
                 pass
         if status < 0:
-            return _End(128 - status, f"was ended by {signal_name(-status)}")
-        how = f"ended with exit code {status}" if status else "ended"
-        return _End(status, how, script_failed=status not in (0, TEMPORARY))
+            return status, f"was ended by {signal_name(-status)}"
+        return status, f"ended with exit code {status}" if status else "ended"
 
     def _kill_stuck(self) -> None:
         """Kill the workers that have not finished the training, and still run."""
@@ -240,9 +229,7 @@ async def _exit_status(process: BaseProcess) -> int:
         os.close(descriptor)
     process.join(_END_SECONDS)
     if process.exitcode in (None, _UNKNOWN):
-        with contextlib.suppress(
-            ChildProcessError
-        ):  # this process has inherited it from the server
+        with contextlib.suppress(ChildProcessError):  # inherited from the fork server
             return os.waitstatus_to_exitcode(os.waitpid(process.pid, os.WNOHANG)[1])
     return _UNKNOWN if process.exitcode is None else process.exitcode
 

@@ -179,7 +179,7 @@ def layout(reported: Sequence[list[int] | str]) -> list[list[int]]:
         reported: Report of each worker, in rank order: the ranks of its node, or a text that says
             why the worker does not know its node.
     """
-    nodes: dict[int, list[int]] = {}
+    nodes: list[list[int]] = []
     for rank, members in enumerate(reported):
         if isinstance(members, str):
             raise AttachError(f"rank {rank}: {members}")
@@ -189,13 +189,11 @@ def layout(reported: Sequence[list[int] | str]) -> list[list[int]]:
                     f"the nodes do not fit together: that of rank {rank} has "
                     f"{ranks_text(members)}, and that of rank {other} has {reported[other]}"
                 )
-        nodes[min(members)] = members
-    ordered = [nodes[lowest] for lowest in sorted(nodes)]
-    first = ordered[0]
-    for node in ordered:
-        if len(node) != len(first):
+        if rank == min(members):
+            nodes.append(members)
+        if len(members) != len(nodes[0]):
             raise AttachError(
-                "all nodes must have the same number of workers: that of rank "
-                f"{first[0]} has {len(first)}, that of rank {node[0]} has {len(node)}"
+                "all nodes must have the same number of workers: that of rank 0 has "
+                f"{len(nodes[0])}, that of rank {rank} has {len(members)}"
             )
-    return ordered
+    return nodes

@@ -20,7 +20,7 @@ from torch.optim import SGD
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
 from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.elastic.views import Views
-from offbeat.nodes.gradients import NodeBuffers, NodeMean
+from offbeat.nodes.gradients import NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Gradients, Strategy
@@ -101,7 +101,10 @@ class Components:
         worker.scaled = scaler is not None and scaler.is_enabled()
         self.recorder = StatsRecorder(worker, log)
         flow = flow_of(strategy, worker)
-        node = self._open_node(model)
+        node = None
+        if team.node is not None:  # ``fully_shard`` averages gradients itself
+            averaged = worker.optimizers if shards is None else ()
+            node = NodeMean(team.node.inside, model, averaged)
         self.iteration = Iteration(flow, worker, self._completed, node, ddp.wrappers)
         self.consensus = Consensus(worker, self.iteration, shards)
         self.state = WorkerState(
@@ -128,14 +131,6 @@ class Components:
         self.leased_samplers = 0
         self.recorder.restart()
         self.consensus.note_start()
-
-    def _open_node(self, model: nn.Module) -> NodeBuffers | None:
-        if self.team.node is None:
-            return None
-        inside = self.team.node.inside
-        if self.shards is not None:
-            return NodeBuffers(inside, model)
-        return NodeMean(inside, model, self.worker.optimizers)
 
     def _make_elastic(self, wire: Precision, lines: Sequence[str], min_workers: int) -> None:
         """Let training continue when workers join or are lost. Receive the model if ``joined``.

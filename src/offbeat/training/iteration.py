@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offbeat.averaging import AttachedOptimizer, Flow, Worker
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CommunicationError
-from offbeat.nodes.gradients import NodeBuffers
+from offbeat.nodes.gradients import NodeMean
 from offbeat.nodes.shards import unsharded
 from offbeat.training.backward_hooks import BackwardHooks
 from offbeat.training.guard import Guard
@@ -66,7 +66,7 @@ class Iteration:
         flow: Flow,
         worker: Worker,
         completed: Callable[[bool], None],
-        node: NodeBuffers | None,
+        node: NodeMean | None,
         wrappers: Sequence[DistributedDataParallel],
     ) -> None:
         self.flow, self._worker, self.node, self._wrappers = flow, worker, node, wrappers
@@ -383,7 +383,7 @@ class Iteration:
         round, in which no worker takes a step.
         """
         if self.node is not None:
-            self.node.pause(self._last_order[0])
+            self.node.average(self._last_order[0], stepping=False)
         return self.flow.wait_for_all(self._last_order, finishing=finishing)
 
     @contextlib.contextmanager

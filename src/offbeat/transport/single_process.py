@@ -54,7 +54,7 @@ class SingleCommunicator(Communicator):
 
     @override
     def board(self, name: str) -> Board:
-        return LocalBoard()
+        return LocalBoard() if self.membership is None else self.membership.board(name)
 
     @override
     def close(self, *, together: bool = False) -> None:

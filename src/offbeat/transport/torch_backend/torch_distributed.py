@@ -141,7 +141,8 @@ class TorchCommunicator(Communicator):
 
     @override
     def board(self, name: str) -> Board:
-        return StoreBoard(self._new_store())
+        elastic = self.membership
+        return elastic.board(name) if elastic else StoreBoard(self._new_store())
 
     @override
     def close(self, *, together: bool = False) -> None:
