@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2541, 1253),
     "src/offbeat_lab": (10247, 5500),
     "benchmarks": (6188, 3848),
-    "tests": (33927,),
+    "tests": (33934,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

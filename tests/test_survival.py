@@ -14,7 +14,7 @@ ROWS = {
         "test_all_workers_notice_that_one_gives_up"
     ),
     "Ctrl-C on one worker": "test_ctrl_c_interrupts_every_wait",
-    "a parameter server is killed": "test_a_dead_worker_is_named_at_once",
+    "a parameter server is killed": "test_a_dead_worker_is_named_by_every_survivor",
     "a client of a parameter server is killed, while the server's worker computes": (
         "test_the_death_of_a_client_of_a_busy_server_is_noticed"
     ),

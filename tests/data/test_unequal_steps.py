@@ -89,13 +89,14 @@ def test_all_strategies_have_a_line() -> None:
 def test_a_slow_worker_takes_half_as_many_steps(strategy: str) -> None:
     """The model is the sum of all updates, divided by N. So each sample counts the same.
 
-    The last mean of ``async`` is that of the workers with new steps. EASGD adds no updates.
+    The last mean of ``async`` is that of the workers with new steps, and so are the means of the
+    parts that are sent after the last step. EASGD adds no updates.
     """
     steps, moved = run(strategy)
     assert steps[3] == pytest.approx(BATCHES * 0.5 / 3.5, abs=4)
     assert max(steps[:3]) - min(steps[:3]) <= 4
     if "easgd" not in strategy:
-        exact = 0.02 if "async:" in strategy else 1e-6
+        exact = 1e-6 if "downpour" in strategy else 0.03
         assert moved == pytest.approx([one / WORKERS for one in steps], rel=exact)
 
 

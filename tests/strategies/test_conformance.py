@@ -505,7 +505,9 @@ def test_workers_wait_for_a_mean_that_does_not_overlap(text: str, means: int) ->
         assert means * 0.04 < seconds < means * 0.06
 
 
-@pytest.mark.parametrize("text", ["async:staleness=4,schedule=eager", "streaming:staleness=4"])
+@pytest.mark.parametrize(
+    "text", ["async:staleness=4,schedule=eager", "streaming:parts=1,staleness=4"]
+)
 def test_eager_workers_wait_at_the_bound(text: str) -> None:
     """Local steps past the newest launch that has landed never exceed it."""
     for seconds, details in twenty_steps(text, "float32", "1Mbit/s"):

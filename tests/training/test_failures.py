@@ -11,6 +11,7 @@ import pytest
 import offbeat
 from loops import Quick, attach, error_of, meet, sgd, start
 from offbeat.strategies.base import Strategy
+from offbeat_lab.baselines.ssp import SSP
 from problems import flat, make_batch, make_model, train_step
 from workers import run
 
@@ -22,7 +23,9 @@ KINDS = [
     offbeat.AsyncAveraging(staleness=2, schedule="eager"),
 ]
 
-OPERATION = r"votes at step|agreement on the mean|mean of the|launch \d+ \(part 0\) at step"
+OPERATION = (
+    r"votes at step|agreement on the mean|mean of the|launch \d+ \(part 0\) at step|push_pull"
+)
 
 # -- workers that die or get stuck ----------------------------------------------------------------
 
@@ -44,11 +47,12 @@ def die(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
     return kinds, text, steps, bool(after.isfinite().all())
 
 
-@pytest.mark.parametrize("strategy", [KINDS[0], KINDS[4]], ids=str)
+@pytest.mark.parametrize("strategy", [KINDS[0], KINDS[4], SSP(staleness=2)], ids=str)
 def test_a_dead_worker_is_named_by_every_survivor(strategy: Strategy, tmp_path: Path) -> None:
     """Pitfalls 15 and 19: CommunicationError names the dead rank and the operation.
 
-    The test takes less than timeout_seconds.
+    Under SSP each worker has a part of the parameter server. The test takes less than
+    timeout_seconds.
     """
     results = run(die, strategy, str(tmp_path), workers=3, may_die=(1,))
     assert results[1] is None
