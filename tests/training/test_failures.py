@@ -24,7 +24,7 @@ KINDS = [
 ]
 
 OPERATION = (
-    r"votes at step|agreement on the mean|mean of the|launch \d+ \(part 0\) at step|push_pull|request"
+    r"votes at step|agreement on|mean of the|launch \d+ \(part 0\) at step|push_pull|request"
 )
 
 # -- workers that die or get stuck ----------------------------------------------------------------
