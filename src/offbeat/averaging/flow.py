@@ -20,6 +20,7 @@ from torch import Tensor
 from offbeat.averaging.rounds import Rounds, WaitingWarning
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.errors import CommunicationError
 from offbeat.strategies.base import Strategy
 
 
@@ -195,7 +196,11 @@ class Flow(ABC):
 
     def act(self, round: Round) -> bool:
         """Decide a round and carry out the decision. Returns True if it synchronized workers."""
-        synced = self.decide(round)
+        try:
+            synced = self.decide(round)
+        except CommunicationError:
+            round.wait()  # raises if the votes do not match: the other worker has left for that
+            raise
         self.syncs += synced
         return synced
 

@@ -90,14 +90,14 @@ class Consensus:
         A worker without new steps usually has weight 0 in the mean. With ``touched`` it has its
         full weight, so that the mean contains the change.
 
-        Raises AttachError if a parameter of the model was replaced by another one.
+        Raises AttachError if a parameter of the model was replaced, or has another dtype.
         """
         self._worker.touched = self._versions != self._worker.replica.versions()
         replaced = self._worker.replica.replaced()
         if replaced:
             raise AttachError(
-                f"parameter {replaced[0]!r} of the model was replaced after attach(), so it is no "
-                "longer synchronized: detach() and attach again"
+                f"parameter {replaced[0]!r} of the model was replaced or converted to another "
+                "dtype after attach(), so it is no longer synchronized: detach() and attach again"
             )
 
     # -- consensus -------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from offbeat.training.guard import Guard
 # Functions without a Python frame, for every step:
 _parameters_of = operator.itemgetter("params")
 _trains = operator.attrgetter("requires_grad")
+_dtype_of = operator.attrgetter("dtype")
 _synchronizes = operator.attrgetter("require_backward_grad_sync")
 
 
@@ -89,6 +90,7 @@ class Iteration:
             [*chain.from_iterable(map(_parameters_of, each.optimizer.param_groups))]
             for each in worker.optimizers
         ]
+        self._dtypes = [[*map(_dtype_of, held)] for held in self._held]
         self._frozen = [p for held in self._held for p in held if not p.requires_grad]
         self._smallest_first = [
             sorted(map(unsharded, each.parameters), key=Tensor.numel) for each in worker.optimizers
@@ -266,6 +268,11 @@ class Iteration:
             raise AttachError(
                 "parameters were added to the optimizer, removed or replaced after attach(): "
                 "detach() and attach again so that all workers agree on what is averaged"
+            )
+        if [*map(_dtype_of, held)] != self._dtypes[index]:
+            raise AttachError(
+                "parameters were converted to another dtype after attach(), so this worker would "
+                "send messages of another size than the others: convert the model before attach()"
             )
         if any(map(_trains, self._frozen)):
             raise AttachError(
