@@ -70,9 +70,9 @@ class VoteCheck:
 
     def _require_match(self, votes: Sequence[Vote]) -> None:
         """Raise MismatchError if two workers have called what does not belong together."""
-        saving = [rank for rank, vote in enumerate(votes) if int(vote.call) & _ALONE]
-        if saving:
-            first = votes[saving[0]]
+        found = [rank for rank, vote in enumerate(votes) if int(vote.call) & _ALONE]
+        if found:
+            first = votes[found[0]]
             # A worker may still take the steps that lead to its own call at the same step.
             others = [
                 rank
@@ -81,17 +81,17 @@ class VoteCheck:
             ]
             advice = "all workers call the same methods at the same step"
         else:
-            saving = [rank for rank, vote in enumerate(votes) if vote.stepping][:1]
+            found = [rank for rank, vote in enumerate(votes) if vote.stepping][:1]
             others = [
                 rank
                 for rank, vote in enumerate(votes)
-                if vote.stepping and vote.optimizer != votes[saving[0]].optimizer
+                if vote.stepping and vote.optimizer != votes[found[0]].optimizer
             ]
             advice = "step all optimizers equally often and in the same order on every rank"
         if others:
-            pair = sorted([saving[0], others[0]])
-            found = ", ".join(f"rank {rank} {self._doing(votes[rank])}" for rank in pair)
-            raise MismatchError(f"{found}: {advice}")
+            pair = sorted([found[0], others[0]])
+            texts = ", ".join(f"rank {rank} {self._doing(votes[rank])}" for rank in pair)
+            raise MismatchError(f"{texts}: {advice}")
 
     def _doing(self, vote: Vote) -> str:
         if vote.stepping:
