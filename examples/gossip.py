@@ -34,9 +34,9 @@ class GossipFlow(Flow):
             self._pending = self.vote(0, stepping=True)
         return False
 
-    def vote(self, optimizer, *, stepping, finishing=False):
+    def vote(self, optimizer, *, stepping):
         finite = self.check_finite(stepping=stepping)
-        return self.rounds.send(Vote(stepping=stepping, finishing=finishing, finite=finite))
+        return self.rounds.send(Vote(stepping=stepping, finite=finite))
 
     def is_finite(self, optimizer, *, stepping):
         return self.worker.finite_model()

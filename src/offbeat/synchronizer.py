@@ -320,7 +320,7 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
         with recorder.paused(), sync._team.account.paused():
             if not shown:
                 with iteration.guard:
-                    consensus.before_save()
+                    consensus.before_save(what)
             yield components
             if loads and components.views is not None:
                 components.views.record()

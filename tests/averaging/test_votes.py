@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat import OffbeatError
+from offbeat import MismatchError, OffbeatError
 from offbeat.averaging.rounds import VoteCheck
-from offbeat.averaging.votes import Vote
+from offbeat.averaging.votes import ALSO, CALLS, Vote
 
 VOTE = Vote(weight=1.0, stepping=True, wanted=1.0)
 
@@ -16,13 +16,13 @@ VOTE = Vote(weight=1.0, stepping=True, wanted=1.0)
     st.integers(0, 10**7),
 )
 def test_the_sum_of_the_votes(rows: list[tuple[bool, bool, int]], number: int) -> None:
-    """Weights, counts and numbers; exact for steps above 2²⁴, too."""
+    """Weights, counts, calls and numbers; exact for steps above 2²⁴, too."""
     votes = [
         Vote(
             weight=float(stepping),
             stepping=stepping,
-            finishing=finishing,
-            also=finishing and not stepping,
+            call=0 if stepping else CALLS["finish()"] + ALSO if finishing else CALLS["consensus()"],
+            optimizer=3 if stepping else 0,
             wanted=float(wanted),
             round=number,
             step=10 * number + rank,
@@ -31,17 +31,61 @@ def test_the_sum_of_the_votes(rows: list[tuple[bool, bool, int]], number: int) -
         for rank, (stepping, finishing, wanted) in enumerate(rows)
     ]
     workers = len(rows)
-    assert VoteCheck(0, "raise")([vote.row() for vote in votes]) == Vote(
+    finishing = any(ends and not steps for steps, ends, _ in rows)
+    sums = VoteCheck(0, "raise")([vote.row() for vote in votes])
+    assert sums.also == sums.is_in("finish()") == finishing
+    assert sums.is_in("consensus()") == any(not (steps or ends) for steps, ends, _ in rows)
+    assert sums == Vote(
         weight=sum(stepping for stepping, _, _ in rows),
         stepping=sum(stepping for stepping, _, _ in rows),
-        finishing=sum(finishing for _, finishing, _ in rows),
-        also=sum(finishing and not stepping for stepping, finishing, _ in rows),
+        call=sums.call,
+        optimizer=3 * any(stepping for stepping, _, _ in rows),
         wanted=sum(wanted for _, _, wanted in rows),
         finite=workers,
         round=number * workers,
         step=10 * number * workers + sum(range(workers)),
         numbers=(sum(range(workers)), 0.5 * workers),
     )
+
+
+def waiting(call: str, step: int = 7) -> Vote:
+    return Vote(call=CALLS[call], step=step)
+
+
+SECOND = VOTE._replace(step=7, optimizer=1)
+MISMATCHED = [
+    (
+        [VOTE._replace(step=7), waiting("consensus()"), SECOND],
+        r"^rank 0 steps optimizer 0 \(SGD\) at step 7, rank 2 steps optimizer 1 \(Adam\) at step 7",
+    ),
+    (
+        [waiting("consensus()"), waiting("offbeat.save()"), waiting("offbeat.save()")],
+        r"^rank 0 is in consensus\(\) after step 7, rank 1 is in offbeat\.save\(\) after step 7",
+    ),
+    (
+        [waiting("offbeat.load()"), waiting("offbeat.load()"), waiting("state_dict()")],
+        r"^rank 0 is in offbeat\.load\(\) after step 7, rank 2 is in state_dict\(\) after step 7",
+    ),
+    (
+        [waiting("offbeat.save()"), VOTE._replace(step=8), waiting("offbeat.save()")],
+        r"^rank 0 is in offbeat\.save\(\) after step 7, rank 1 steps optimizer 0 \(SGD\) at step 8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("votes", "message"), MISMATCHED)
+def test_calls_that_do_not_belong_together_are_named(votes: list[Vote], message: str) -> None:
+    """Two optimizers would mix two networks; two calls would exchange messages of other sizes."""
+    with pytest.raises(MismatchError, match=message):
+        VoteCheck(0, "raise", ["SGD", "Adam"])([vote.row() for vote in votes])
+
+
+def test_steps_to_a_common_save_and_finish_next_to_consensus_are_legal() -> None:
+    """Without a common barrier in each step, a worker may reach the step of a save later."""
+    votes = [waiting("offbeat.save()"), VOTE._replace(step=6), VOTE._replace(step=7)]
+    assert VoteCheck(0, "raise")([vote.row() for vote in votes]).stepping == 2
+    votes = [waiting("finish()"), waiting("consensus()", 3), SECOND]
+    assert VoteCheck(0, "raise")([vote.row() for vote in votes]).optimizer == 1
 
 
 def test_workers_in_different_rounds_are_told_apart() -> None:

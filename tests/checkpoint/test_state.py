@@ -230,7 +230,8 @@ def test_every_strategy_gives_the_state_of_its_consensus_at_once(text: str, wire
 
 def load_late(rank: int, size: int, saved: State, own: State) -> Any:
     model, optimizer, sync = start(rank, "bsp", "float32")
-    mixed = error_of(lambda: sync.load_state_dict(saved if rank else sync.state_dict()))
+    fresh = sync.state_dict()
+    mixed = error_of(lambda: sync.load_state_dict(saved if rank else fresh))
     train(model, optimizer, rank, 0)
     late = error_of(lambda: sync.load_state_dict(saved))
     sync.finish()

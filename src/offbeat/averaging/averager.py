@@ -444,9 +444,7 @@ class Averager(Flow):
         self._share(self.parts)
 
     @override
-    def before_save(self, barrier: Callable[[], object]) -> None:
-        if self.shared.eager:  # without a barrier the workers may be in different messages
-            barrier()
+    def before_save(self) -> None:
         self.settle()
         state = self.state
         state.synced_steps = [part.synced_step for part in self.parts]
@@ -509,13 +507,12 @@ class RoundAverager(Averager):
         return synced or state.landings > landings
 
     @override
-    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+    def vote(self, optimizer: int, *, stepping: bool) -> Round:
         finite = self.check_finite(stepping=stepping) and not self._report_non_finite
         self._report_non_finite = False
         vote = Vote(
             weight=self.weight(stepping=stepping),
             stepping=stepping,
-            finishing=finishing,
             wanted=self._wanted if stepping else 0.0,
             finite=finite,
             numbers=self.strategy.vote(self.view_of(stepping=stepping)),

@@ -151,24 +151,23 @@ class ClockedAverager(Averager):
 
     # -- messages --------------------------------------------------------------------------------
 
-    def _vote(self, *, stepping: bool, finishing: bool = False) -> Vote:
+    def _vote(self, *, stepping: bool) -> Vote:
         """Return this worker's vote. Its last number is the processor time of a part."""
         return Vote(
             weight=float(stepping or self.unsynced),
             stepping=stepping,
-            finishing=finishing,
             wanted=self._flight_steps if stepping else math.inf,
             numbers=(*self.strategy.vote(self.view_of(stepping=stepping)), self._cost),
         )
 
-    def _begin(self, *, stepping: bool, finishing: bool = False) -> Flight:
+    def _begin(self, *, stepping: bool) -> Flight:
         """Begin the next message."""
         view, sums = self.view_of(stepping=stepping), self._sums
         tally = tally_of(Completed(sums._replace(numbers=sums.numbers[:-1])))
         number = self.strategy.decide(view, tally)
         parts = self.next_parts(self.state.sizer.number if number == math.inf else number)
         steps = self.outer_steps(parts, tally)
-        vote = self.rounds.number(self._vote(stepping=stepping, finishing=finishing))
+        vote = self.rounds.number(self._vote(stepping=stepping))
         flight = self.begin(parts, vote.weight, lambda: math.nan, steps)
         flight.vote = vote
         return flight
@@ -247,16 +246,16 @@ class ClockedAverager(Averager):
     # -- barrier ---------------------------------------------------------------------------------
 
     @override
-    def wait_for_all(self, order: Sequence[int], *, finishing: bool) -> Round:
+    def wait_for_all(self) -> Round:
         worker = self.worker
         self.pace.began = None  # a barrier is no part of a step
         if self._alone:
-            return super().wait_for_all(order, finishing=finishing)
-        warning = None if finishing else WaitingWarning(worker)
+            return super().wait_for_all()
+        warning = None if worker.call == "finish()" else WaitingWarning(worker)
         while self._flying:
             self._complete(self._flying[0])
         while True:
-            flight = self._begin(stepping=False, finishing=finishing)
+            flight = self._begin(stepping=False)
             self._complete(flight)
             if not flight.sums.stepping:
                 worker.record.clear()
@@ -265,9 +264,9 @@ class ClockedAverager(Averager):
                 warning(flight.sums)
 
     @override
-    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+    def vote(self, optimizer: int, *, stepping: bool) -> Round:
         """Return a round of a single worker, which has nothing to send."""
-        return self.rounds.send(self._vote(stepping=stepping, finishing=finishing))
+        return self.rounds.send(self._vote(stepping=stepping))
 
     @override
     def decide(self, round: Round) -> bool:

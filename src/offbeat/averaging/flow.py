@@ -12,7 +12,7 @@ barrier still takes part in the rounds of the workers that take steps (``wait_fo
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from offbeat.averaging.rounds import Rounds, WaitingWarning
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.errors import CommunicationError
 from offbeat.strategies.base import Strategy
 
 
@@ -125,34 +126,32 @@ class Flow(ABC):
 
     # -- barrier, consensus, checkpoints ---------------------------------------------------------
 
-    def wait_for_all(self, order: Sequence[int], *, finishing: bool) -> Round:
+    def wait_for_all(self) -> Round:
         """Wait at a barrier: vote without stepping until all workers have reached the barrier.
 
-        Args:
-            order: Indices of the optimizers, in the order of their latest steps.
-            finishing: True if this worker has called ``Synchronizer.finish`` to end training.
-
-        Returns:
-            The last round, in which no worker steps.
+        Returns the last round, in which no worker steps.
         """
+        finishing = self.worker.call == "finish()"
         self.pause(finishing=finishing)
         warning = None if finishing else WaitingWarning(self.worker)
         while True:
-            for optimizer in self.voters(order):
-                round, self._pending = self._pending, None
-                if round is None:
-                    round = self.vote(optimizer, stepping=False, finishing=finishing)
-                sums = round.wait()
-                if sums.stepping == 0:
-                    self.all_paused(round)
-                    self.worker.record.clear()
-                    return round
-                if warning is not None:
-                    warning(sums)
-                self.act(round)
+            round, self._pending = self._pending, None
+            if round is None:
+                round = self.vote(0, stepping=False)
+            sums = round.wait()
+            if sums.stepping == 0:
+                self.all_paused(round)
+                self.worker.record.clear()
+                return round
+            if warning is not None:
+                warning(sums)
+            self.act(round)
 
     def pause(self, *, finishing: bool) -> None:  # noqa: B027
-        """Prepare for a barrier. This worker takes no step until the barrier ends. May block."""
+        """Prepare for a barrier. This worker takes no step until the barrier ends. May block.
+
+        ``finishing`` is True if this worker has called ``Synchronizer.finish``.
+        """
 
     def all_paused(self, last: Round) -> None:  # noqa: B027
         """Handle the end of the barrier. No worker steps in ``last``, the round that ended it."""
@@ -175,11 +174,10 @@ class Flow(ABC):
         """
         return self.worker.replica.snapshot("cpu")
 
-    def before_save(self, barrier: Callable[[], object]) -> None:  # noqa: B027
+    def before_save(self) -> None:  # noqa: B027
         """Wait for all operations in flight, so that ``state`` can be saved or replaced.
 
-        Args:
-            barrier: Function that waits until all workers have called it.
+        Called after ``wait_for_all``.
         """
 
     def after_load(self) -> None:  # noqa: B027
@@ -187,27 +185,22 @@ class Flow(ABC):
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def voters(self, order: Sequence[int]) -> Sequence[int]:
-        """Return the indices of the optimizers that have separate rounds, in order.
-
-        ``[0]`` means one round for all optimizers. ``order`` holds the indices of all optimizers,
-        in the order of their latest steps.
-        """
-        return [0]
-
     @abstractmethod
-    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+    def vote(self, optimizer: int, *, stepping: bool) -> Round:
         """Send this worker's vote, and return the round. Its tally may arrive later.
 
         Args:
-            optimizer: Index of the optimizer that the round belongs to.
+            optimizer: Index of the optimizer that takes a step in the round.
             stepping: True if this worker takes a step in the round.
-            finishing: True if this worker ends training.
         """
 
     def act(self, round: Round) -> bool:
         """Decide a round and carry out the decision. Returns True if it synchronized workers."""
-        synced = self.decide(round)
+        try:
+            synced = self.decide(round)
+        except CommunicationError:
+            round.wait()  # raises if the votes do not match: the other worker has left for that
+            raise
         self.syncs += synced
         return synced
 

@@ -52,8 +52,9 @@ class GradientFlow(Flow):
 
     Each optimizer has separate rounds. A worker votes when the gradients of the optimizer are
     complete and ``Strategy.due`` requests a round. At a barrier it votes in every round. If
-    gradients are averaged in every step, the vote is sent with the gradients. Otherwise the workers
-    exchange votes first.
+    gradients are averaged in every step and there is one optimizer, the vote is sent with the
+    gradients. Otherwise the workers exchange votes first. So they notice if they step different
+    optimizers, and a worker at a barrier learns which optimizer the others step.
     """
 
     state: GradientFlowState
@@ -129,26 +130,29 @@ class GradientFlow(Flow):
     # -- rounds ----------------------------------------------------------------------------------
 
     @override
-    def voters(self, order: Sequence[int]) -> Sequence[int]:
-        return order
-
-    @override
-    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+    def vote(self, optimizer: int, *, stepping: bool) -> Round:
         """Send the vote. If every step averages, also average the gradients. This blocks."""
         view = self._view(optimizer, stepping=stepping)
         vote = Vote(
             weight=float(stepping or self.unsynced),
             stepping=stepping,
-            finishing=finishing,
+            optimizer=optimizer,
             wanted=self._wanted if stepping else 0.0,
             finite=self.check_finite(stepping=stepping, optimizer=optimizer),
             numbers=self.strategy.vote(view),
         )
+        means = self.state.means
         if not self.replicates or self.worker.size == 1:
-            return self.rounds.send(vote, optimizer)
+            return self.rounds.send(vote)
+        if len(means) > 1:
+            round = self.rounds.send(vote)
+            sums = round.wait()
+            if sums.stepping:
+                means[int(sums.optimizer)].reduce([], contribute=stepping)
+            return round
         vote = self.rounds.number(vote)
-        rows = self.state.means[optimizer].reduce(vote.row(), contribute=stepping)
-        return Round(vote, Completed(self.rounds.check(rows)), optimizer)
+        rows = means[0].reduce(vote.row(), contribute=stepping)
+        return Round(vote, Completed(self.rounds.check(rows)))
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
@@ -157,13 +161,13 @@ class GradientFlow(Flow):
     @override
     def decide(self, round: Round) -> bool:
         """Average the gradients if the strategy decides so, unless ``vote`` has averaged them."""
-        state, index = self.state, round.optimizer
+        state, stepping, sums = self.state, bool(round.own.stepping), round.sums
+        index = int(round.own.optimizer if stepping else round.wait().optimizer)
         if self.replicates:
             round.wait()
-            state.newest = bool(round.own.stepping)
+            state.newest = stepping
             state.views[index].launches += 1
             return True
-        stepping, sums = bool(round.own.stepping), round.sums
         if self.strategy.tally_delay:
             previous, state.delayed[index] = state.delayed.get(index), sums
             if previous is None:
@@ -172,6 +176,8 @@ class GradientFlow(Flow):
         view = self._view(index, stepping=stepping)
         if not self.strategy.decide(view, tally_of(sums)):
             return False
+        if len(state.means) > 1:
+            round.wait()  # raises if another worker steps another optimizer
         view.launches += 1
         state.launch_steps[index] = self.worker.step
         # Unless the policy is "warn", non-finite gradients are not sent: all would receive them.
@@ -207,7 +213,7 @@ class GradientFlow(Flow):
             worker.exact_mean.consensus(last.own.weight, weight, final=final, what=what)
 
     @override
-    def before_save(self, barrier: object) -> None:
+    def before_save(self) -> None:
         state = self.state
         state.delayed_rows = {index: sums.wait().row() for index, sums in state.delayed.items()}
 

@@ -87,6 +87,7 @@ class _GradientBucket:
         self.parameters = list(parameters)
         self.lengths = [_length(p) for p in parameters]
         dtype, device = staging_dtype(parameters[0]), parameters[0].device
+        self._dtype = dtype  # of all messages, also if a script converts its model
         self.stream: Stream | None = None
         if wire.saves(sum(self.lengths), dtype.itemsize):
             self.stream = Stream(sum(self.lengths), dtype, device)
@@ -96,8 +97,8 @@ class _GradientBucket:
     @cached_property
     def flat(self) -> Tensor:
         """The flat tensor, allocated at its first use."""
-        first = self.parameters[0]
-        return torch.empty(sum(self.lengths), dtype=staging_dtype(first), device=first.device)
+        device = self.parameters[0].device
+        return torch.empty(sum(self.lengths), dtype=self._dtype, device=device)
 
     def pack(self, *, contribute: bool) -> Tensor:
         """Copy the gradients to ``flat``, or zeros, and return it."""

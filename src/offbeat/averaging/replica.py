@@ -72,6 +72,7 @@ class Replica:
             key=lambda item: item[0],
         )
         self._tensors = [p for _, p in self.parameters]
+        self._dtypes = [p.dtype for p in self._tensors]
         # Found only once, because a search takes longer than the average of a small part.
         self._saved_buffers = list(
             saved_buffers(model if buffers_of is None else buffers_of).values()
@@ -92,9 +93,13 @@ class Replica:
         return lines
 
     def replaced(self) -> list[str]:
-        """Return the names of averaged parameters that the model no longer contains."""
+        """Return the names of averaged parameters that the model lacks or has in another dtype."""
         current = {id(p) for p in self._model.parameters()}
-        return [name for name, p in self.parameters if id(p) not in current]
+        return [
+            name
+            for (name, p), dtype in zip(self.parameters, self._dtypes, strict=True)
+            if id(p) not in current or p.dtype != dtype
+        ]
 
     def versions(self) -> list[int]:
         """Return torch's version counter of each averaged parameter, which counts its writes."""

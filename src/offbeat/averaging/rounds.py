@@ -7,17 +7,21 @@ with ``stepping=False`` until no worker takes a step. The workers may therefore 
 numbers of steps.
 """
 
+import functools
 import logging
+import operator
 from collections.abc import Sequence
 
-from offbeat.averaging.votes import Round, Vote
+from offbeat.averaging.votes import ALSO, CALLS, Round, Vote
 from offbeat.averaging.worker import NonFinite, Worker
-from offbeat.errors import OffbeatError
+from offbeat.errors import MismatchError, OffbeatError
 from offbeat.transport.handle import Completed
 
 logger = logging.getLogger("offbeat")
 _SECONDS = 5.0  # wait before the first warning; doubled for each further warning
 _STEPS = 10  # smallest number of steps by the other workers together before a warning
+# A worker in consensus() or finish() also waits for steps and for the other one of these two calls.
+_ALONE = sum(CALLS.values()) - CALLS["consensus()"] - CALLS["finish()"]
 
 
 class VoteCheck:
@@ -26,13 +30,15 @@ class VoteCheck:
     Args:
         rank: Rank of this worker.
         policy: Argument ``non_finite`` of ``attach``.
+        optimizers: Class of each optimizer passed to ``attach``, by name.
     """
 
     # Holds neither the flow nor the worker, because a round in progress holds this object and must
     # not keep them alive.
 
-    def __init__(self, rank: int, policy: NonFinite) -> None:
-        self._rank, self._policy, self._logged = rank, policy, False
+    def __init__(self, rank: int, policy: NonFinite, optimizers: Sequence[str] = ()) -> None:
+        self._rank, self._policy, self._optimizers = rank, policy, optimizers
+        self._logged = False
 
     def __call__(self, rows: Sequence[Sequence[float]]) -> Vote:
         """Return the sum of the votes, of which the ``rows`` are in the order of the ranks.
@@ -41,6 +47,8 @@ class VoteCheck:
         the first case is logged.
 
         Raises:
+            MismatchError: the workers step different optimizers, or wait in calls that do not
+                belong together. All workers raise it.
             OffbeatError: the workers are in different rounds, or the policy is "raise", and a
                 worker reports non-finite values.
         """
@@ -52,10 +60,46 @@ class VoteCheck:
                     f"{votes[0].round:.0f}, rank {rank} in round {vote.round:.0f}. One of them may "
                     "have continued after an interruption: detach() and attach again on all workers"
                 )
+        self._require_match(votes)
         wrong = [rank for rank, vote in enumerate(votes) if not vote.finite]
         if wrong:
             self._report(wrong, votes[wrong[0]].step)
-        return Vote.of([sum(column) for column in zip(*rows, strict=True)])
+        sums = Vote.of([sum(column) for column in zip(*rows, strict=True)])
+        call = functools.reduce(operator.or_, (int(vote.call) for vote in votes))
+        return sums._replace(call=call, optimizer=max(vote.optimizer for vote in votes))
+
+    def _require_match(self, votes: Sequence[Vote]) -> None:
+        """Raise MismatchError if two workers have called what does not belong together."""
+        found = [rank for rank, vote in enumerate(votes) if int(vote.call) & _ALONE]
+        if found:
+            first = votes[found[0]]
+            # A worker may still take the steps that lead to its own call at the same step.
+            others = [
+                rank
+                for rank, vote in enumerate(votes)
+                if (vote.step > first.step if vote.stepping else vote.call != first.call)
+            ]
+            advice = "all workers call the same methods at the same step"
+        else:
+            found = [rank for rank, vote in enumerate(votes) if vote.stepping][:1]
+            others = [
+                rank
+                for rank, vote in enumerate(votes)
+                if vote.stepping and vote.optimizer != votes[found[0]].optimizer
+            ]
+            advice = "step all optimizers equally often and in the same order on every rank"
+        if others:
+            pair = sorted([found[0], others[0]])
+            texts = ", ".join(f"rank {rank} {self._doing(votes[rank])}" for rank in pair)
+            raise MismatchError(f"{texts}: {advice}")
+
+    def _doing(self, vote: Vote) -> str:
+        if vote.stepping:
+            index = int(vote.optimizer)
+            kind = f" ({self._optimizers[index]})" if index < len(self._optimizers) else ""
+            return f"steps optimizer {index}{kind} at step {vote.step:.0f}"
+        name = next((name for name in CALLS if vote.is_in(name)), "no call")
+        return f"is in {name} after step {vote.step:.0f}"
 
     def _report(self, ranks: Sequence[int], step: float) -> None:
         names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
@@ -85,24 +129,26 @@ class Rounds:
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._next = worker, 0
-        self.check = VoteCheck(worker.rank, worker.non_finite)
+        names = [type(each.optimizer).__name__ for each in worker.optimizers]
+        self.check = VoteCheck(worker.rank, worker.non_finite, names)
 
     def number(self, vote: Vote) -> Vote:
         """Return ``vote`` for the next round: with its number, and with the state of the worker."""
         worker, number = self._worker, self._next
         self._next += 1
-        return vote._replace(round=number, step=worker.step, also=worker.also)
+        call = CALLS.get(worker.call, 0) + ALSO * worker.also
+        return vote._replace(round=number, step=worker.step, call=call)
 
-    def send(self, vote: Vote, optimizer: int = 0) -> Round:
-        """Number a vote and send it in a message of its own. ``optimizer``: see ``Round``."""
+    def send(self, vote: Vote) -> Round:
+        """Number a vote and send it in a message of its own."""
         worker, vote = self._worker, self.number(vote)
         if worker.size == 1:
-            return Round(vote, Completed(vote), optimizer)
+            return Round(vote, Completed(vote))
         # A sum would take 2(N−1) messages in sequence.
         what = f"votes at step {worker.step}"
         rows = worker.team.communicator.gather_numbers(vote.row(), what=what)
         # ``check`` does not hold ``self``: a pending round must not keep the worker alive.
-        return Round(vote, rows.then(self.check), optimizer)
+        return Round(vote, rows.then(self.check))
 
 
 class WaitingWarning:

@@ -10,6 +10,17 @@ from typing import NamedTuple
 from offbeat.strategies.base import Tally
 from offbeat.transport.handle import Handle
 
+CALLS = {
+    "consensus()": 1,
+    "finish()": 2,
+    "offbeat.save()": 4,
+    "offbeat.load()": 8,
+    "state_dict()": 16,
+    "load_state_dict()": 32,
+}
+"""Public calls that wait for all workers. Each has a bit in ``Vote.call``."""
+ALSO = 64  # a further bit of ``Vote.call``
+
 
 class Vote(NamedTuple):
     """One worker's contribution to a round: numbers that all workers gather in float64.
@@ -20,8 +31,12 @@ class Vote(NamedTuple):
     Attributes:
         weight: Weight of this worker in the mean (≥ 0).
         stepping: 1 if this worker takes a step in this round. 0 if it waits at a barrier.
-        finishing: 1 if this worker has called ``Synchronizer.finish`` to end training.
-        also: 1 if this worker waits for ``consensus(also=…)``, which averages further modules.
+        call: Bit of ``CALLS``: the public call in which this worker waits at a barrier. 0 if it
+            waits in none. With the bit ``ALSO`` if further modules are averaged (``also=…``). In
+            the sum, the bits of all workers.
+        optimizer: Position of the optimizer that takes this step in the list passed to ``attach``,
+            if gradients are averaged. 0 if models are averaged, or in a vote without a step. In
+            the sum, that of the workers that take a step.
         wanted: Return value of ``Strategy.due``: the number of parts of the model that this worker
             wants to average. 0 if this worker takes no step. In a message of ``ClockedAverager``:
             the time from sending to arrival of the previous message, in local steps of this worker.
@@ -34,13 +49,22 @@ class Vote(NamedTuple):
 
     weight: float = 0.0
     stepping: float = 0.0
-    finishing: float = 0.0
-    also: float = 0.0
+    call: float = 0.0
+    optimizer: float = 0.0
     wanted: float = 0.0
     finite: float = 1.0
     round: float = 0.0
     step: float = 0.0
     numbers: tuple[float, ...] = ()
+
+    def is_in(self, call: str) -> bool:
+        """Return True if this worker waits in ``call``. For the sum: if any worker does."""
+        return bool(int(self.call) & CALLS[call])
+
+    @property
+    def also(self) -> bool:
+        """True if this worker waits in a call with ``also=…``. For the sum: if any worker does."""
+        return bool(int(self.call) & ALSO)
 
     def row(self) -> list[float]:
         """Return the vote as a list of numbers, which a message contains."""
@@ -60,12 +84,10 @@ class Round:
     Attributes:
         own: Vote of this worker.
         sums: The sum of all workers' votes.
-        optimizer: Index of the optimizer whose gradients are averaged. 0 if models are averaged.
     """
 
     own: Vote
     sums: Handle[Vote]
-    optimizer: int = 0
 
     def wait(self) -> Vote:
         """Wait for the votes of all workers, and return their sum."""

@@ -68,7 +68,9 @@ class Worker:
         touched: Set before a consensus, which replaces the model by the mean over the workers. True
             if the parameters have changed since the last step. For example, schedule-free
             optimizers change them in ``eval()`` and ``train()``.
-        also: True while this worker waits for a consensus that averages further modules, too.
+        call: Public call in which this worker waits for the others (a name in ``votes.CALLS``).
+            Empty while it trains.
+        also: True while this worker waits in a call with ``also=…``.
         scaled: True if a GradScaler is in use. Non-finite gradients are then normal.
         record: Values for the telemetry record of this step.
         details: Totals for ``Stats.details``.
@@ -86,6 +88,7 @@ class Worker:
         self.non_finite = non_finite
         self.start_step = self.step = 0
         self.touched = self.also = self.scaled = False
+        self.call = ""
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}
         self._nan_buffers = False

@@ -106,6 +106,10 @@ def save(
     require_integer("keep", keep, least=1)
     with between_steps(sync, _SAVE) as components:
         state, files = components.state, Files(Path(directory), sync.rank)
+        if components.iteration.shows_consensus:  # there is no barrier, and others may train on
+            with components.iteration.guard:
+                what = f"{_SAVE} inside consensus(), which every rank must call,"
+                components.team.everyone.meet(what=what)
         contents = {
             **state.collect(whole=not components.iteration.shows_consensus),
             "arguments": _kinds(scheduler, scaler),

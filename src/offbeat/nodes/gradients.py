@@ -10,7 +10,7 @@ from torch import nn
 from offbeat.averaging import AttachedOptimizer, Replica
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import GradientMean
-from offbeat.errors import OffbeatError
+from offbeat.errors import MismatchError, OffbeatError
 from offbeat.quantization.wire import Wire
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
@@ -64,10 +64,16 @@ class NodeMean:
                 contributes no gradients.
 
         Raises:
+            MismatchError: The workers of the node step different optimizers.
             OffbeatError: Some workers of the node step, and others do not.
         """
         if self._gradients:
-            rows = self._gradients[index].reduce([float(stepping)], contribute=stepping)
+            inside, mean = self._team.communicator, self._gradients[index]
+            if len(self._gradients) > 1:  # another worker may step another optimizer, or none
+                what = "comparison of the optimizers in a node"
+                rows = inside.gather_numbers([stepping, index], what=what).wait()
+            else:
+                rows = mean.reduce([float(stepping)], contribute=stepping)
             steps = sum(row[0] for row in rows)
             if steps not in (0, self._team.size):
                 raise OffbeatError(
@@ -75,4 +81,12 @@ class NodeMean:
                     "the others are in consensus(), finish() or save(). The workers of a node must "
                     "stop together: give all of them the same number of batches"
                 )
+            if len(self._gradients) > 1 and steps:
+                if len(indices := {int(row[1]) for row in rows}) > 1:
+                    raise MismatchError(
+                        f"the workers of a node step the optimizers {sorted(indices)} at the same "
+                        "time: step all optimizers equally often and in the same order on every "
+                        "rank"
+                    )
+                mean.reduce([], contribute=True)
         self._buffers.average_buffers(1.0, self._team.size, what="mean of the buffers of a node")

@@ -90,14 +90,14 @@ class Consensus:
         A worker without new steps usually has weight 0 in the mean. With ``touched`` it has its
         full weight, so that the mean contains the change.
 
-        Raises AttachError if a parameter of the model was replaced by another one.
+        Raises AttachError if a parameter of the model was replaced, or has another dtype.
         """
         self._worker.touched = self._versions != self._worker.replica.versions()
         replaced = self._worker.replica.replaced()
         if replaced:
             raise AttachError(
-                f"parameter {replaced[0]!r} of the model was replaced after attach(), so it is no "
-                "longer synchronized: detach() and attach again"
+                f"parameter {replaced[0]!r} of the model was replaced or converted to another "
+                "dtype after attach(), so it is no longer synchronized: detach() and attach again"
             )
 
     # -- consensus -------------------------------------------------------------------------------
@@ -132,33 +132,42 @@ class Consensus:
             )
         return tensors
 
-    def _wait_for_all(self, also: Replica, *, finishing: bool) -> Round:
-        """Wait at a barrier until no worker takes a step. Returns the last round."""
+    def _wait_for_all(self, call: str, also: Replica | None = None) -> Round:
+        """Wait at a barrier until no worker takes a step. Returns the last round.
+
+        ``call`` is the public call in ``votes.CALLS`` that this worker is in.
+        """
         if self._shards is not None:
             self._shards.reshard()
-        self._worker.also = bool(also.everything())
+        worker = self._worker
+        worker.call, worker.also = call, also is not None and bool(also.everything())
         try:
-            return self._iteration.wait_for_all(finishing=finishing)
+            return self._iteration.wait_for_all()
         finally:
-            self._worker.also = False
+            worker.call, worker.also = "", False
 
-    def before_save(self) -> None:
-        """Land what is in flight, so that the state can be saved or replaced. A collective."""
-        iteration = self._iteration
-        self._retry(
-            lambda: iteration.flow.before_save(lambda: iteration.wait_for_all(finishing=False))
-        )
+    def before_save(self, call: str) -> None:
+        """Land what is in flight, so that the state can be saved or replaced. A collective.
+
+        ``call``: see ``_wait_for_all``.
+        """
+
+        def land() -> None:
+            self._wait_for_all(call)
+            self._iteration.flow.before_save()
+
+        self._retry(land)
 
     def replace_by_mean(self, also: Replica) -> Snapshot:
         """Replace the model and ``also`` by their mean over all workers. A collective. Blocks.
 
         Returns the local values, for ``restore``.
         """
-        return self._retry(lambda: self._show(self._wait_for_all(also, finishing=False), also))
+        return self._retry(lambda: self._show(self._wait_for_all("consensus()", also), also))
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
         averages_also = compare_modules(self._worker, last.wait(), also, finishing=finishing)
-        self.complete = not last.wait().finishing
+        self.complete = not last.wait().is_in("finish()")
         local = self._worker.replica.snapshot(), also.snapshot()
         try:
             self._average(last, final=False)
@@ -215,12 +224,12 @@ class Consensus:
     def _finish(self, also: Replica, local: Sequence[Tensor]) -> None:
         team, self.ended = self._worker.team, False
         also.restore(local)  # an attempt that failed may have averaged them
-        last = self._wait_for_all(also, finishing=True)
-        while last.wait().finishing < team.size:
+        last = self._wait_for_all("finish()", also)
+        while last.wait().is_in("consensus()"):
             # Some workers have entered consensus() instead: take part in it, then wait again.
             with team.account.paused():
                 self.restore(self._show(last, also, finishing=True), also)
-            last = self._wait_for_all(also, finishing=True)
+            last = self._wait_for_all("finish()", also)
         with team.account.paused():
             averages_also = compare_modules(self._worker, last.wait(), also, finishing=True)
         self._average(last, final=True)

@@ -5,6 +5,7 @@ a strategy this communication is switched off, or the strategy would save nothin
 only wrappers in the given model: a wrapper around it, or one that is made later, stays active.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
@@ -58,6 +59,8 @@ class DDPSuppressor:
     def _suppress(self, wrapper: DistributedDataParallel) -> None:
         logger.info("DistributedDataParallel around the attached model is switched off")
         wrapper.require_forward_param_sync = False  # no broadcast of buffers before a forward pass
+        # ``with wrapper.join():`` would wait for all-reduces that the others no longer start.
+        vars(wrapper)["join"] = lambda *_, **__: contextlib.nullcontext()
         # DDP reads its flag in forward only. Outside, the flag shows whether no_sync() is active.
         self._hooks.append(wrapper.register_forward_pre_hook(_switch_off, prepend=True))
         self._hooks.append(wrapper.register_forward_hook(_switch_on, always_call=True))
@@ -68,6 +71,7 @@ class DDPSuppressor:
             hook.remove()
         for wrapper in self.wrappers:
             wrapper.require_forward_param_sync = True
+            vars(wrapper).pop("join", None)
         self._hooks.clear()
         self.wrappers.clear()
 

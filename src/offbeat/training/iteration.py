@@ -28,6 +28,7 @@ from offbeat.training.guard import Guard
 # Functions without a Python frame, for every step:
 _parameters_of = operator.itemgetter("params")
 _trains = operator.attrgetter("requires_grad")
+_dtype_of = operator.attrgetter("dtype")
 _synchronizes = operator.attrgetter("require_backward_grad_sync")
 
 
@@ -79,18 +80,17 @@ class Iteration:
         # Indices of optimizers in this iteration:
         self._prepared: set[int] = set()  # passed to the flow, but not complete yet
         self._stepped: set[int] = set()  # complete: stepped, or skipped their step
-        self._order: list[int] = []  # in the order in which they were passed to the flow
         # A gradient of each optimizer whose gradients were averaged or measured, directly after it.
         self._received: dict[int, Tensor | None] = {}
         self._computed = False  # True once the computation of this iteration is complete
         self._no_sync = 0  # number of ``no_sync`` contexts around the present code
         self._synced = False  # True if the workers synchronized before a step of this iteration
         self._skipped = True  # False once an optimizer has really stepped in this iteration
-        self._last_order = [each.index for each in worker.optimizers]
         self._held: list[list[Tensor]] = [  # parameters of each optimizer
             [*chain.from_iterable(map(_parameters_of, each.optimizer.param_groups))]
             for each in worker.optimizers
         ]
+        self._dtypes = [[*map(_dtype_of, held)] for held in self._held]
         self._frozen = [p for held in self._held for p in held if not p.requires_grad]
         self._smallest_first = [
             sorted(map(unsharded, each.parameters), key=Tensor.numel) for each in worker.optimizers
@@ -269,6 +269,11 @@ class Iteration:
                 "parameters were added to the optimizer, removed or replaced after attach(): "
                 "detach() and attach again so that all workers agree on what is averaged"
             )
+        if [*map(_dtype_of, held)] != self._dtypes[index]:
+            raise AttachError(
+                "parameters were converted to another dtype after attach(), so this worker would "
+                "send messages of another size than the others: convert the model before attach()"
+            )
         if any(map(_trains, self._frozen)):
             raise AttachError(
                 "parameters that were frozen at attach() no longer are, and would not be averaged: "
@@ -283,7 +288,6 @@ class Iteration:
             if not self._computed:
                 self._host.computed(1.0)  # a simulation may end here
                 self._computed = True
-            self._order.append(index)
             last = len({*self._stepped, *self._prepared, index}) == len(worker.optimizers)
             worker.step += last and not again
             if self.recover is None:
@@ -335,7 +339,6 @@ class Iteration:
                 return
             self._stepped.clear()
             self._computed = False
-            self._last_order, self._order = self._order, []
             if self._skipped:
                 self.flow.step_skipped()
             self._skipped = True
@@ -375,16 +378,15 @@ class Iteration:
                 "and before the backward pass of the next step"
             )
 
-    def wait_for_all(self, *, finishing: bool) -> Round:
+    def wait_for_all(self) -> Round:
         """Wait at a barrier until all workers have reached it.
 
         Until then other workers may still take steps. Each of their rounds needs a vote of this
-        worker, which the flow sends. ``finishing`` is True at the end of training. Returns the last
-        round, in which no worker takes a step.
+        worker, which the flow sends. Returns the last round, in which no worker takes a step.
         """
         if self.node is not None:
-            self.node.average(self._last_order[0], stepping=False)
-        return self.flow.wait_for_all(self._last_order, finishing=finishing)
+            self.node.average(0, stepping=False)
+        return self.flow.wait_for_all()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

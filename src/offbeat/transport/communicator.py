@@ -26,6 +26,13 @@ Kind = Literal["sum", "maximum", "broadcast", "gather", "exchange", "send", "rec
 """Kinds of operations: five collectives, and two for messages between two workers."""
 
 
+_MEETING = 2**15 - 1  # tag of the messages of ``meet``, used for nothing else
+
+
+def _byte() -> Tensor:
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
+
+
 class Communicator(ABC):
     """Starts operations between the workers of one group, and counts their bytes and waits.
 
@@ -204,6 +211,20 @@ class Communicator(ABC):
         return [
             bytes(t.cpu().numpy().tobytes()[:n]) for t, n in zip(received, lengths, strict=True)
         ]
+
+    @final
+    def meet(self, *, what: str) -> None:
+        """Wait until all workers have called this, by messages of one byte. Blocks.
+
+        A worker that has started a collective instead does not answer, so that the call fails at
+        its time limit. It is safe where that may happen: gloo aborts a process that receives a
+        collective of another size than it has started, but never combines it with a message.
+        """
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        handles = [self.send(_byte(), destination=rank, tag=_MEETING, what=what) for rank in peers]
+        handles += [self.receive(_byte(), source=rank, tag=_MEETING, what=what) for rank in peers]
+        for handle in handles:
+            handle.wait()
 
     @final
     @contextlib.contextmanager

@@ -184,9 +184,9 @@ class ServerFlow(Flow):
     # -- votes: sent only at a barrier, where no worker takes a step -------------------------------
 
     @override
-    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+    def vote(self, optimizer: int, *, stepping: bool) -> Round:
         """Report to all workers that this worker takes no step (``stepping`` is False here)."""
-        return self.rounds.send(Vote(finishing=finishing))
+        return self.rounds.send(Vote())
 
     @override
     def decide(self, round: Round) -> bool:

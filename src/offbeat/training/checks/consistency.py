@@ -14,7 +14,7 @@ from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages between workers. A release that changes messages increases it."""
 
 

@@ -253,7 +253,9 @@ class Connections:
             return f"{ranks_text(lost)}, which died or gave up first"
         kinds = {
             "which died or was cut off": [rank for rank in lost if rank not in reasons],
-            "which gave up": [rank for rank in lost if reasons.get(rank) == "gave up"],
+            "which gave up (an error, detach(), or a script that ended without finish())": [
+                rank for rank in lost if reasons.get(rank) == "gave up"
+            ],
         }
         texts = [f"{ranks_text(ranks)}, {kind}" for kind, ranks in kinds.items() if ranks]
         return ", and to ".join(texts) or f"{ranks_text(lost)}, which failed before"

@@ -5,6 +5,10 @@ Python handles Ctrl-C on the main thread, and only while that thread is not bloc
 If a thread returned from torch while Python shuts down, the process would abort with "terminate
 called without an active exception". So Python waits at exit for threads that were given up, and
 ``close_at_exit`` ends the others.
+
+Gloo's own threads need Python's lock, too: after each collective, also one of the script, they
+drop the Python objects of its tensors. A thread that waits for the lock when Python shuts down
+aborts the process in the same way. So the main thread pauses at exit, and releases the lock.
 """
 
 import atexit
@@ -15,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_YIELD_SECONDS = 0.05  # pause at exit for gloo's threads
 _EXIT_SECONDS = 5.0  # time for which Python waits at exit for threads without a deadline
 
 _abandoned: list[tuple[threading.Thread, float | None]] = []
@@ -81,6 +86,7 @@ def abandon_thread(thread: threading.Thread, deadline: float | None = None) -> N
 
 @atexit.register
 def _join_abandoned() -> None:
+    time.sleep(_YIELD_SECONDS)
     end = time.monotonic() + _EXIT_SECONDS
     for thread, deadline in _abandoned:
         thread.join(max(0.0, (end if deadline is None else deadline) - time.monotonic()))
