@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import offbeat
 from cells import some
-from loops import Sink, close, sgd
+from loops import Sink, close, error_of, sgd
 from offbeat import (
     AttachError,
     CheckpointError,
@@ -315,6 +315,41 @@ def test_every_step_of_a_remaining_worker_counts_once(strategy: str) -> None:
     for at, spared in [(0.061, ()), (0.1, (1, 3)), (0.123, (0,))]:
         for one in survivors(run(worker, Kill(worker=2, at=at, spared=spared))):
             close(one["model"], torch.full((11,), -float(STEPS), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("strategy", ["local:period=9", "diloco:period=9"])
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+def test_a_view_change_checks_the_models_that_it_averages(
+    strategy: str, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Worker 1 has NaN when worker 2 is killed."""
+
+    def worker() -> tuple[Tensor, str]:
+        rank = dist.get_rank()
+        model = make_model(rank)
+        optimizer, sync = attach(model, strategy, non_finite=policy)
+
+        def loop() -> None:
+            for step in range(STEPS):
+                train_step(model, optimizer, make_batch(rank, step))
+                if (rank, step) == (1, 3):
+                    with torch.no_grad():
+                        next(model.parameters())[0] = torch.nan
+
+        kinds, text = error_of(loop)
+        assert kinds[:1] in ([], ["OffbeatError"]), text
+        sync.detach()
+        return flat(model), text
+
+    results = simulated(worker, Kill(worker=2, at=0.052), workers=4).results
+    assert [model.isfinite().all().item() for model, _ in survivors(results)] == (
+        [True, False, True] if policy == "raise" else [False] * 3
+    )
+    text = "rank 1 would contribute NaN or infinity to the mean at step"
+    if policy == "raise":
+        assert all(text in error for _, error in survivors(results))
+    else:
+        assert text in caplog.text
 
 
 def test_too_few_workers_raise_one_error() -> None:

@@ -54,10 +54,11 @@ class VoteCheck:
                 )
         wrong = [rank for rank, vote in enumerate(votes) if not vote.finite]
         if wrong:
-            self._report(wrong, votes[wrong[0]].step)
+            self.report(wrong, votes[wrong[0]].step)
         return Vote.of([sum(column) for column in zip(*rows, strict=True)])
 
-    def _report(self, ranks: Sequence[int], step: float) -> None:
+    def report(self, ranks: Sequence[int], step: float) -> None:
+        """Apply the policy to the ``ranks``, which would contribute non-finite values."""
         names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
         message = f"{names} would contribute NaN or infinity to the mean at step {step:.0f}"
         if self._policy == "raise":

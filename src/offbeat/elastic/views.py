@@ -23,6 +23,7 @@ from typing import Any
 
 from offbeat.averaging import flow_of
 from offbeat.averaging.exact_mean import ExactMean
+from offbeat.averaging.rounds import VoteCheck
 from offbeat.checkpoint.state import load, save
 from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.errors import CommunicationError, MismatchError
@@ -45,6 +46,7 @@ class _Report:
             parameters, which are replicated, contain further steps. Workers with the largest
             progress have the newest model.
         contributes: True if the worker's model may differ from the last mean.
+        finite: False if the worker contributes, and its model contains NaN or infinity.
         settings: Settings that must be equal on all workers, one per line of text.
         step: Number of local steps since ``attach`` or a loaded consensus.
         carried: Fields of the flow's state that are marked ``common()``. Empty if ``fresh``.
@@ -53,6 +55,7 @@ class _Report:
     fresh: bool
     progress: list[int]
     contributes: bool
+    finite: bool
     settings: str
     step: int
     carried: dict[str, Any]
@@ -171,7 +174,8 @@ class Views:
     def begin(self) -> None:
         """Begin the view that the team has entered: steps 2 and 3 of the module. A collective.
 
-        After a CommunicationError another view change is needed.
+        After a CommunicationError another view change is needed. Raises OffbeatError if a worker
+        would contribute NaN or infinity to the mean, and the policy is "raise".
         """
         worker, team, iteration = self._worker, self._worker.team, self._iteration
         reports = self._exchange_reports()
@@ -186,6 +190,9 @@ class Views:
             # Models that are equal to the last mean would only shorten the steps of the others.
             averaged = [rank for rank in ahead if reports[rank].contributes] or ahead[:1]
         source = reports[ahead[0]]
+        wrong = [rank for rank in averaged if not reports[rank].finite]
+        if wrong and team.size > 1:
+            VoteCheck(team.rank, worker.non_finite).report(wrong, reports[wrong[0]].step)
         self._copy(ahead[0], behind, source)
         if averaged:
             weight, total = float(team.rank in averaged), float(len(averaged))
@@ -227,6 +234,7 @@ class Views:
             self._fresh,
             self._progress,
             self._contributes,
+            self._fresh or not self._contributes or worker.finite_model(),
             self._settings,
             worker.step,
             {} if self._fresh else save(self._iteration.flow.state, "common"),
