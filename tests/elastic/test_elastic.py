@@ -519,6 +519,57 @@ def test_a_newcomer_with_another_model_is_refused() -> None:
     check(run(worker, Join(at=0.06), workers=3), [0, 1, 2])
 
 
+@pytest.mark.parametrize("strategy", ["bsp", "local:period=3"])
+def test_a_newcomer_that_cannot_receive_the_model_in_time_leaves(strategy: str) -> None:
+    """The state has 80 kB. Without its own end, the newcomer is killed after a minute."""
+
+    def worker() -> tuple[int, float, str]:
+        model = nn.Sequential(nn.Linear(1000, 10), nn.Linear(10, 1))
+        optimizer, sync = None, None
+
+        def loop() -> None:
+            nonlocal optimizer, sync
+            optimizer, sync = attach(model, strategy)
+            for _ in range(sync.step, STEPS):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1000)).sum().backward()
+                optimizer.step()
+            sync.finish()
+
+        text = error_of(loop)[1]
+        return (sync.step, sync._host.now(), text) if sync else (0, 0.0, text)
+
+    network = Network(lambda rank, time: "60kbit/s" if rank == 3 else "1Gbit/s", latency="1ms")
+    faults = Join(at=0.03), Kill(worker=3, at=60)
+    *others, newcomer = simulated(worker, *faults, workers=3, network=network).results
+    assert "rank 3: could not receive the model in view 1 within timeout_seconds=2: " in newcomer[2]
+    for steps, seconds, text in others:
+        assert (steps, text) == (STEPS, "nothing was raised")
+        assert seconds < 6
+
+
+def test_workers_whose_link_becomes_too_slow_raise() -> None:
+    """After three view changes that end by a time-out, and not never."""
+
+    def worker() -> str:
+        model = nn.Linear(10000, 1)
+        optimizer, sync = attach(model, "local:period=3")
+
+        def loop() -> None:
+            for _ in range(STEPS):
+                model(torch.ones(1, 10000)).sum().backward()
+                optimizer.step()
+            sync.finish()
+
+        text = error_of(loop)[1]
+        assert sync._host.now() < 30
+        return text
+
+    network = Network(lambda rank, time: "60kbit/s" if time > 0.02 else "1Gbit/s", latency="1ms")
+    results = simulated(worker, Kill(worker=0, at=60), workers=3, network=network).results
+    assert any("could not average the models in view 3 within" in text for text in results)
+
+
 def test_a_newcomer_receives_buffers_and_optimizer_state() -> None:
     """With averaged gradients: Adam's moments and counters, and the statistics of BatchNorm."""
 
