@@ -523,7 +523,7 @@ def test_a_newcomer_with_another_model_is_refused() -> None:
 def test_a_newcomer_that_cannot_receive_the_model_in_time_leaves(strategy: str) -> None:
     """The state has 80 kB. Without its own end, the newcomer is killed after a minute."""
 
-    def worker() -> tuple[int, float, str]:
+    def worker() -> tuple[int, float, list[str], str]:
         model = nn.Sequential(nn.Linear(1000, 10), nn.Linear(10, 1))
         optimizer, sync = None, None
 
@@ -536,15 +536,16 @@ def test_a_newcomer_that_cannot_receive_the_model_in_time_leaves(strategy: str) 
                 optimizer.step()
             sync.finish()
 
-        text = error_of(loop)[1]
-        return (sync.step, sync._host.now(), text) if sync else (0, 0.0, text)
+        error = error_of(loop)
+        return (sync.step, sync._host.now(), *error) if sync else (0, 0.0, *error)
 
     network = Network(lambda rank, time: "60kbit/s" if rank == 3 else "1Gbit/s", latency="1ms")
     faults = Join(at=0.03), Kill(worker=3, at=60)
     *others, newcomer = simulated(worker, *faults, workers=3, network=network).results
-    assert "rank 3: could not receive the model in view 1 within timeout_seconds=2: " in newcomer[2]
-    for steps, seconds, text in others:
-        assert (steps, text) == (STEPS, "nothing was raised")
+    assert "rank 3: could not receive the model in view 1 within timeout_seconds=2: " in newcomer[3]
+    assert newcomer[2][0] == "CommunicationTimeout"  # ``Gathering.repeat`` does not repeat
+    for steps, seconds, kinds, _ in others:
+        assert (steps, kinds) == (STEPS, [])
         assert seconds < 6
 
 

@@ -40,7 +40,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from offbeat.elastic import reports
 from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
 from offbeat.elastic.agreement import Agreement, Decision, polls
 from offbeat.elastic.membership import StoreMembership
@@ -153,7 +152,6 @@ class Gathering(Transport):
                 agreement.leave(0, ended=False)
                 raise
             if view is not None:
-                reports.tell(f"trains as rank {agreement.worker}")
                 members = ranks_text(view.members)
                 logger.info("rank %d begins in view %d: %s", agreement.worker, view.number, members)
                 return view.communicator

@@ -26,7 +26,7 @@ from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.rounds import VoteCheck
 from offbeat.checkpoint.state import load, save
 from offbeat.checkpoint.worker_state import WorkerState
-from offbeat.errors import CommunicationError, MismatchError
+from offbeat.errors import CommunicationError, CommunicationTimeout, MismatchError
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.training.checks.consistency import difference, versioned
 from offbeat.training.iteration import Iteration
@@ -166,10 +166,11 @@ class Views:
             team.enter(membership.next_view(step=self._state.stats.steps))
             if team.size < self._min_workers:
                 self._give_up(
+                    CommunicationError,
                     f"{team.size} workers are left in view {team.view} (they began as ranks "
                     f"{', '.join(map(str, team.members))}), and min_workers={self._min_workers}. "
                     "The model is the local one: continue from it, or from a checkpoint, with more "
-                    "workers"
+                    "workers",
                 )
             if (another := self._attempt()) is None:
                 self._failures = 0
@@ -196,9 +197,10 @@ class Views:
         if self._failures >= _ATTEMPTS or (slow and receives):
             missed = "receive the model" if receives else "average the models"
             self._give_up(
+                CommunicationTimeout,
                 f"could not {missed} in view {team.view} within timeout_seconds={seconds:g}: check "
                 "the network, or raise it in attach(..., timeout_seconds=...) on all workers if "
-                f"that takes longer ({failed})"
+                f"that takes longer ({failed})",
             )
         return failed
 
@@ -243,13 +245,13 @@ class Views:
         iteration.begin_view(flow)
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
 
-    def _give_up(self, reason: str) -> NoReturn:
-        """Leave the training for ever, and raise CommunicationError."""
+    def _give_up(self, kind: type[CommunicationError], reason: str) -> NoReturn:
+        """Leave the training permanently, and raise the error."""
         team = self._worker.team
         assert team.membership is not None
         team.membership.leave(ended=False)
         team.close()
-        raise CommunicationError(f"rank {team.rank}: {reason}")
+        raise kind(f"rank {team.rank}: {reason}")
 
     def _exchange_reports(self) -> list[_Report]:
         """Return the reports of all workers.
