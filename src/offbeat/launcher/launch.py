@@ -48,7 +48,7 @@ def launch(
         here: Number of workers on this machine.
         store: Address of the store, as in ``OFFBEAT_STORE``. None: a process that this one starts
             keeps one, which only this machine can reach.
-        max_restarts: Number of restarts of a worker. One that has trained for a minute has all again.
+        max_restarts: Number of restarts of a worker. Training for a minute gives it all again.
         fresh: True for a new interpreter for each worker.
         grace_seconds: Time that workers have to end after a signal.
 

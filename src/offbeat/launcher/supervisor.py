@@ -39,8 +39,8 @@ class Supervisor:
     Args:
         start: Starts a process of a worker.
         workers: Number of workers of this machine.
-        max_restarts: Number of restarts after which a worker is given up. A process that has trained
-            for a minute resets the count.
+        max_restarts: Number of restarts after which a worker is given up. Training for a minute
+            resets the count.
         grace_seconds: Time from a signal until workers that still run are killed.
     """
 
