@@ -25,6 +25,7 @@ def test_addresses() -> None:
         "10.0.0.1:29500": ("10.0.0.1", 29500),
         "node-1:0": ("node-1", 0),
         "::1:29500": ("::1", 29500),
+        "[fd99::1]:29500": ("fd99::1", 29500),
         "file:///tmp/store": "/tmp/store",
     }
     assert {text: parse_address(text) for text in expected} == expected

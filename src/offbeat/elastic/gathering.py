@@ -47,6 +47,7 @@ from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import ModelLostError, View
+from offbeat.transport.torch_backend.network_interface import choose_interface
 from offbeat.transport.torch_backend.process_groups import ranks_text
 
 T = TypeVar("T")
@@ -142,6 +143,9 @@ class Gathering(Transport):
                 members cannot connect to this process.
         """
         what = "gathering failed"
+        where = parse_address(self._address)
+        if not isinstance(where, str):
+            choose_interface(where[0])
         root = connect_to_store(self._address, timeout_seconds, what=what)
         while True:
             name = root.call(partial(_latest_training, root), what)

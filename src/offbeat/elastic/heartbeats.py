@@ -61,13 +61,14 @@ class HeartbeatConnections:
         self.refused: set[int] = set()
         self.silent: set[int] = set()
         with _accepting:
-            listener = socket.create_server((gloo_address(), 0), backlog=_BACKLOG)
+            host = gloo_address()
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
             self.close = weakref.finalize(self, _close, listener, self._sockets, self._accepted)
             _instances.add(self)
         listener.setblocking(False)
         self._listener = listener
-        host, port = listener.getsockname()
-        self.address = f"{host}:{port}"
+        self.address = f"{host}:{listener.getsockname()[1]}"
 
     def connect(self, addresses: Mapping[int, str]) -> list[int]:
         """Connect to other workers, and return those that cannot be reached.

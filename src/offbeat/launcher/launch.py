@@ -63,6 +63,9 @@ def launch(
         with _signals_held():
             context = _context(fresh)
             if store is None:
+                # The workers of one machine need no other interface, and open no port on it.
+                loopback = "lo" if sys.platform == "linux" else "lo0"
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
                 store = stack.enter_context(_local_store(context))
         await_store(store)
         # Each worker has a default process group of its own, so that a script which calls
