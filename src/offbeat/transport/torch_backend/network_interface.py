@@ -95,8 +95,8 @@ def interface_in_use(backend: str) -> str:
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     named = os.environ.get(variable)
     if named:
-        address = "unknown address" if fcntl is None else address_of(named) or "no IPv4 address"
-        return f"{named} ({address}; from {variable})"
+        where = "unknown address" if fcntl is None else address_of(named) or "no IPv4 address"
+        return f"{named} ({where}; from {variable})"
     if backend != "gloo":
         return f"chosen by {backend} ({variable} is not set)"
     if (address := _address_of_name()) is None:
