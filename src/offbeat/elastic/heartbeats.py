@@ -111,9 +111,8 @@ class HeartbeatConnections:
                 socket_.close()
             ended = [worker for worker in lost if lost[worker] in (0, errno.ECONNRESET)]
             self.silent.update(lost.keys() - ended)
-            if ended:
-                again = {worker: self._addresses[worker] for worker in ended}
-                self._dead.update(self.connect(again))
+            for worker in ended:  # one by one: no thread can be started while Python exits
+                self._dead.update(self.connect({worker: self._addresses[worker]}))
         return frozenset(self._dead)
 
     def _accept(self) -> None:
@@ -198,8 +197,11 @@ def _open(addresses: Mapping[int, str]) -> tuple[dict[int, socket.socket], set[i
         except OSError as error:
             return error
 
-    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
-        results = dict(zip(addresses, pool.map(connect, addresses.values()), strict=True))
+    if len(addresses) > 1:
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            results = dict(zip(addresses, pool.map(connect, addresses.values()), strict=True))
+    else:
+        results = {worker: connect(address) for worker, address in addresses.items()}
     opened = {w: result for w, result in results.items() if isinstance(result, socket.socket)}
     return opened, {
         w for w, result in results.items() if isinstance(result, ConnectionRefusedError)
