@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from offbeat.arguments import require_integer
 from offbeat.averaging import AttachedOptimizer, NonFinite
+from offbeat.elastic import reports
 from offbeat.elastic.gathering import gathering_from_environment
 from offbeat.errors import AttachError
 from offbeat.nodes.detection import NodeGroup, open_nodes
@@ -219,6 +220,8 @@ def attach(
                 shards=shards,
             )
             on_failure.pop_all()
+        if gathering is not None:
+            reports.tell(f"trains as rank {team.identity}")
         return Synchronizer(components)
 
     try:

@@ -318,10 +318,17 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
         )
     try:
         with recorder.paused(), sync._team.account.paused():
-            if not shown:
-                with iteration.guard:
+            # Any error that the others do not raise, too, leaves this worker out of step with them.
+            refused: CheckpointError | None = None
+            with iteration.guard:
+                if not shown:
                     consensus.before_save(what)
-            yield components
+                try:
+                    yield components
+                except CheckpointError as error:
+                    refused = error
+            if refused is not None:
+                raise refused
             if loads and components.views is not None:
                 components.views.record()
     finally:

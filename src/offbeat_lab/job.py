@@ -290,14 +290,11 @@ class Job:
     def _implied(self, name: str) -> object:
         """Return the strategy's default for the field ``wire``; None for other fields."""
         from offbeat import Strategy
-        from offbeat_lab.methods.registry import parse_method
+        from offbeat_lab.methods.registry import parse_imported
 
         if name != "wire":
             return None
-        try:
-            method = parse_method(self.strategy)
-        except (ValueError, TypeError):  # the custom strategy of an old result
-            return None
+        method = parse_imported(self.strategy)
         return method.default_wire if isinstance(method, Strategy) else None
 
     def under(self, text: str) -> "Job":

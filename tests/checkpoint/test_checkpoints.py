@@ -25,7 +25,8 @@ import workers
 import worlds
 from loops import all_numbers, attach, error_of, sgd
 from offbeat.checkpoint.files import Files, read
-from offbeat.checkpoint.worker_state import FORMAT
+from offbeat.checkpoint.worker_state import FORMAT, WorkerState
+from offbeat.data import LeasedSampler
 from offbeat_lab.baselines import STRATEGIES
 from problems import loss_of, make_batch, make_model, make_wide, train_step
 from worlds import run
@@ -812,3 +813,43 @@ def test_a_file_has_four_times_the_bytes_of_the_model(tmp_path: Path) -> None:
     """The local model, its momentum, the shared model and its velocity; the rest is 20 KB."""
     for model, file in run(saved_bytes, tmp_path, workers=2):
         assert 4 * model < file < 4 * model + 20_000
+
+
+def interrupted(rank: int, size: int, folder: Path, place: str) -> tuple[str, str]:
+    """Press Ctrl-C on rank 0 between two collectives of a call, catch it, and train on."""
+    model = make_model(rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, "local:period=2")
+    sampler = LeasedSampler(range(8), 2, sync=sync)
+    calls = {
+        "write": lambda: offbeat.save(folder, sync),
+        "check": lambda: offbeat.load(folder, sync),
+        "_note_done": sampler.state_dict,
+    }
+    offbeat.save(folder, sync)
+
+    def press(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    owner: Any = {"write": Files, "check": WorkerState, "_note_done": LeasedSampler}[place]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(owner, place, press)
+            with pytest.raises(KeyboardInterrupt):
+                calls[place]()
+            outcome = ""
+        else:
+            outcome = error_of(calls[place])[0][0]
+    advice = error_of(lambda: train_step(model, optimizer, make_batch(rank, 0)))[1]
+    sync.detach()
+    return outcome, advice
+
+
+@pytest.mark.parametrize("place", ["write", "check", "_note_done"])
+def test_an_interrupted_call_cannot_be_followed_by_another_collective(
+    place: str, tmp_path: Path
+) -> None:
+    """It would meet a different one of the other worker, which aborts the process under gloo."""
+    (_, advice), (outcome, _) = workers.run(interrupted, tmp_path, place, workers=2)
+    assert "interrupted by KeyboardInterrupt" in advice
+    assert outcome == "CommunicationError"

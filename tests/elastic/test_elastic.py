@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import offbeat
 from cells import some
-from loops import Sink, close, sgd
+from loops import Sink, close, error_of, sgd
 from offbeat import (
     AttachError,
     CheckpointError,
@@ -317,6 +317,41 @@ def test_every_step_of_a_remaining_worker_counts_once(strategy: str) -> None:
             close(one["model"], torch.full((11,), -float(STEPS), dtype=torch.float64))
 
 
+@pytest.mark.parametrize("strategy", ["local:period=9", "diloco:period=9"])
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+def test_a_view_change_checks_the_models_that_it_averages(
+    strategy: str, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Worker 1 has NaN when worker 2 is killed."""
+
+    def worker() -> tuple[Tensor, str]:
+        rank = dist.get_rank()
+        model = make_model(rank)
+        optimizer, sync = attach(model, strategy, non_finite=policy)
+
+        def loop() -> None:
+            for step in range(STEPS):
+                train_step(model, optimizer, make_batch(rank, step))
+                if (rank, step) == (1, 3):
+                    with torch.no_grad():
+                        next(model.parameters())[0] = torch.nan
+
+        kinds, text = error_of(loop)
+        assert kinds[:1] in ([], ["OffbeatError"]), text
+        sync.detach()
+        return flat(model), text
+
+    results = simulated(worker, Kill(worker=2, at=0.052), workers=4).results
+    assert [model.isfinite().all().item() for model, _ in survivors(results)] == (
+        [True, False, True] if policy == "raise" else [False] * 3
+    )
+    text = "rank 1 would contribute NaN or infinity to the mean at step"
+    if policy == "raise":
+        assert all(text in error for _, error in survivors(results))
+    else:
+        assert text in caplog.text
+
+
 def test_too_few_workers_raise_one_error() -> None:
     """Every remaining worker raises it, with the number of workers, and again at each step."""
 
@@ -482,6 +517,58 @@ def test_a_newcomer_with_another_model_is_refused() -> None:
         return None
 
     check(run(worker, Join(at=0.06), workers=3), [0, 1, 2])
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "local:period=3"])
+def test_a_newcomer_that_cannot_receive_the_model_in_time_leaves(strategy: str) -> None:
+    """The state has 80 kB. Without its own end, the newcomer is killed after a minute."""
+
+    def worker() -> tuple[int, float, list[str], str]:
+        model = nn.Sequential(nn.Linear(1000, 10), nn.Linear(10, 1))
+        optimizer, sync = None, None
+
+        def loop() -> None:
+            nonlocal optimizer, sync
+            optimizer, sync = attach(model, strategy)
+            for _ in range(sync.step, STEPS):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1000)).sum().backward()
+                optimizer.step()
+            sync.finish()
+
+        error = error_of(loop)
+        return (sync.step, sync._host.now(), *error) if sync else (0, 0.0, *error)
+
+    network = Network(lambda rank, time: "60kbit/s" if rank == 3 else "1Gbit/s", latency="1ms")
+    faults = Join(at=0.03), Kill(worker=3, at=60)
+    *others, newcomer = simulated(worker, *faults, workers=3, network=network).results
+    assert "rank 3: could not receive the model in view 1 within timeout_seconds=2: " in newcomer[3]
+    assert newcomer[2][0] == "CommunicationTimeout"  # ``Gathering.repeat`` does not repeat
+    for steps, seconds, kinds, _ in others:
+        assert (steps, kinds) == (STEPS, [])
+        assert seconds < 6
+
+
+def test_workers_whose_link_becomes_too_slow_raise() -> None:
+    """After three view changes that end by a time-out, and not never."""
+
+    def worker() -> str:
+        model = nn.Linear(10000, 1)
+        optimizer, sync = attach(model, "local:period=3")
+
+        def loop() -> None:
+            for _ in range(STEPS):
+                model(torch.ones(1, 10000)).sum().backward()
+                optimizer.step()
+            sync.finish()
+
+        text = error_of(loop)[1]
+        assert sync._host.now() < 30
+        return text
+
+    network = Network(lambda rank, time: "60kbit/s" if time > 0.02 else "1Gbit/s", latency="1ms")
+    results = simulated(worker, Kill(worker=0, at=60), workers=3, network=network).results
+    assert any("could not average the models in view 3 within" in text for text in results)
 
 
 def test_a_newcomer_receives_buffers_and_optimizer_state() -> None:

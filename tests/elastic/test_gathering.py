@@ -514,8 +514,8 @@ def come_with_a_bad_address(rank: int, _: int) -> Any:
         store().wait(["come"])
         init = HeartbeatConnections.__init__
 
-        def at_a_closed_port(self: Any) -> None:
-            init(self)
+        def at_a_closed_port(self: Any, timeout_seconds: float) -> None:
+            init(self, timeout_seconds)
             self.address = "127.0.0.1:1"
 
         HeartbeatConnections.__init__ = at_a_closed_port  # type: ignore[method-assign]

@@ -1,11 +1,16 @@
 """Heartbeat connections: how they are accepted and closed."""
 
+import errno
 import gc
 import os
+import socket
+import struct
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from offbeat.elastic import heartbeats
 from offbeat.elastic.heartbeats import HeartbeatConnections, find_unreachable
@@ -25,7 +30,7 @@ def collected() -> Iterator[None]:
 @pytest.fixture
 def there() -> Iterator[HeartbeatConnections]:
     """Return the heartbeat connections of a worker to which others connect."""
-    made = HeartbeatConnections()
+    made = HeartbeatConnections(100)
     yield made
     made.close()
 
@@ -47,7 +52,7 @@ def test_any_number_of_connections_can_be_opened_and_closed(
 ) -> None:
     """The kernel keeps only a few connections that were not accepted, even if they are closed."""
     monkeypatch.setattr(heartbeats, "_BACKLOG", 2)
-    there = HeartbeatConnections()
+    there = HeartbeatConnections(100)
     before = descriptors()
     for _ in range(12):
         assert find_unreachable({1: there.address}) == []
@@ -60,7 +65,7 @@ def test_any_number_of_connections_can_be_opened_and_closed(
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_connections_end_with_the_worker(there: HeartbeatConnections, accepted: bool) -> None:
-    before, here = descriptors(), HeartbeatConnections()
+    before, here = descriptors(), HeartbeatConnections(100)
     assert here.connect({1: there.address}) == []
     if accepted:
         there.dead()
@@ -75,7 +80,7 @@ def test_connections_end_with_the_worker(there: HeartbeatConnections, accepted: 
 def test_the_accepting_worker_keeps_its_connection_until_the_other_one_ends(
     there: HeartbeatConnections,
 ) -> None:
-    before, here = descriptors(), HeartbeatConnections()
+    before, here = descriptors(), HeartbeatConnections(100)
     assert here.connect({1: there.address}) == []
     for _ in range(3):
         assert there.dead() == set()
@@ -85,3 +90,53 @@ def test_the_accepting_worker_keeps_its_connection_until_the_other_one_ends(
     while descriptors() > before and time.monotonic() < deadline:
         there.dead()
     assert descriptors() == before
+
+
+def test_a_connection_that_was_reset_is_opened_again(there: HeartbeatConnections) -> None:
+    """A router may reset it. The end of the worker is noticed nevertheless."""
+    here = HeartbeatConnections(100)
+    assert here.connect({1: there.address}) == []
+    for _ in range(3):
+        assert there.dead() == set()
+        (connection,) = there._accepted
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        there._accepted.clear()
+        before = here._sockets[1]
+        connection.close()
+        del connection
+        deadline = time.monotonic() + 10
+        while here._sockets[1] is before and time.monotonic() < deadline:
+            assert here.dead() == set()
+            time.sleep(0.001)
+        assert here._sockets[1] is not before
+    there.close()
+    assert await_dead(here) == {1}
+    here.close()
+
+
+@pytest.mark.parametrize("seconds", [8, 300, 1e9])
+def test_a_silent_machine_is_noticed_within_the_time_limit(
+    there: HeartbeatConnections, seconds: float
+) -> None:
+    """The kernel's limits, and what follows from its error. The worker may come back."""
+    here = HeartbeatConnections(seconds)
+    assert here.connect({1: there.address}) == []
+    (connection,) = here._sockets.values()
+    names = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+    idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert min(seconds / 2, 100) <= idle + interval * count <= seconds
+
+    class Failed(socket.socket):
+        @override
+        def getsockopt(self, *args: Any) -> Any:
+            return errno.ETIMEDOUT
+
+    here._sockets[1] = Failed(fileno=connection.detach())
+    here._sockets[1].shutdown(socket.SHUT_RDWR)  # so that it is readable
+    assert here.dead() == set()
+    assert here.silent == {1}
+    assert not here.monitors(1)
+    assert here.connect({1: there.address}) == []
+    assert here.silent == set()
+    here.close()

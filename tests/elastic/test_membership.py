@@ -10,7 +10,6 @@ import re
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -349,22 +348,45 @@ def test_the_time_limit_of_the_store_excludes_a_stop() -> None:
     assert run(be_stopped_at_the_store, workers=2, newcomers=0) == [0, 1]
 
 
-def be_hasty(rank: int, size: int) -> Any:
+def be_hasty(rank: int, size: int, silent: set[int]) -> Any:
     worker = Worker(rank, size, silence_seconds=0.6).until(*range(size))
     if rank == 0:
+        worker.membership._agreement.heartbeats.silent |= silent
         worker.change()  # by itself, as if its link had failed for a moment
     else:
         time.sleep(1.0 + 0.3 * rank)  # computing
     return worker.until(*range(size)).finish()
 
 
-def test_a_minority_does_not_exclude_the_others() -> None:
+@pytest.mark.parametrize("silent", [set(), {1, 2}], ids=str)
+def test_a_minority_does_not_exclude_the_others(silent: set[int]) -> None:
     """It waits for timeout_seconds; a majority waits for a while since the last arrival.
 
-    The second worker comes 0.3 s after the first, which came after 1.3 s.
+    The second worker comes 0.3 s after the first, which came after 1.3 s. To a worker whose network
+    is down, all others are ``silent``.
     """
-    for views in run(be_hasty, workers=3, newcomers=0):
+    for views in run(be_hasty, silent, workers=3, newcomers=0):
         assert views == [(0, (0, 1, 2)), (1, (0, 1, 2))]
+
+
+def lose_power(rank: int, size: int) -> Any:
+    worker = Worker(rank, size, silence_seconds=TIMEOUT_SECONDS).until(*range(size))
+    meet("all are in view 0", rank, range(size))
+    if rank == 3:
+        meet("the others have gone on", rank, range(size))
+        worker.communicator.close()
+        return None
+    worker.membership._agreement.heartbeats.silent.add(3)
+    worker.change()
+    worker.until(0, 1, 2)
+    meet("the others have gone on", rank, range(size))
+    return worker.finish()
+
+
+def test_a_machine_without_power_is_not_awaited_for_long() -> None:
+    """Its connections have failed in the kernel."""
+    *views, _ = run(lose_power, workers=4, newcomers=0)
+    assert views == [[(0, (0, 1, 2, 3)), (1, (0, 1, 2))]] * 3
 
 
 def go_away(rank: int, size: int) -> Any:
@@ -617,27 +639,3 @@ def test_view_changes_release_threads_and_descriptors(times: int) -> None:
     for first, last, views in run(change_often, times, workers=3, newcomers=0):
         assert [number for number, _ in views] == list(range(times + 1))
         assert all(a <= b + 1 for a, b in zip(last, first, strict=True)), (first, last)
-
-
-def test_two_threads_may_find_the_same_worker_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both see the closed connection before one of them removes it."""
-    here, there = heartbeats.HeartbeatConnections(), heartbeats.HeartbeatConnections()
-    assert here.connect({1: there.address}) == []
-    there.close()
-    both, poll = threading.Barrier(2, timeout=10), heartbeats.select.poll
-
-    class Together:
-        def __init__(self) -> None:
-            self._poll = poll()
-            self.register = self._poll.register
-
-        def poll(self, timeout: float) -> Any:
-            found = self._poll.poll(1000)
-            both.wait()
-            return found
-
-    monkeypatch.setattr(heartbeats.select, "poll", Together)
-    with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(here.dead) for _ in range(2)]
-        assert [one.result(timeout=20) for one in found] == [{1}, {1}]
-    here.close()

@@ -4,6 +4,7 @@ import base64
 import html
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +166,18 @@ def test_runs_that_did_not_train_are_marked(
     for page in (report.markdown([one]), report.page([one])):
         assert ("Runs that did not train: " in page) == bool(mark)
         assert (f"Runs that did not train: {mark} (" in page) == bool(mark)
+
+
+def test_a_report_imports_no_module_that_the_results_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results may come from others."""
+    (tmp_path / "evil.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    read = Result.from_dict(make("evil:X", [(1, 0.9)]).to_dict())
+    for page in (report.markdown([read]), report.page([read])):
+        assert "evil:X" in page
+    assert "evil" not in sys.modules
 
 
 def test_a_model_with_nan_has_diverged_at_any_accuracy() -> None:

@@ -3,6 +3,8 @@
 import socket
 import subprocess
 import sys
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from offbeat.elastic.address import parse_address
 from offbeat.errors import OffbeatError
 from offbeat.launcher import store as launch_store
 from offbeat.launcher.store import await_store, listen, serve
+from offbeat.transport.torch_backend.store_access import call_within
 
 OPTIONS = ("--workers", "2", "--here", "1", "--fresh", "--store", "127.0.0.1:1")
 
@@ -22,6 +25,7 @@ def test_addresses() -> None:
         "10.0.0.1:29500": ("10.0.0.1", 29500),
         "node-1:0": ("node-1", 0),
         "::1:29500": ("::1", 29500),
+        "[fd99::1]:29500": ("fd99::1", 29500),
         "file:///tmp/store": "/tmp/store",
     }
     assert {text: parse_address(text) for text in expected} == expected
@@ -61,6 +65,29 @@ def test_a_store_listens_on_the_named_address_alone() -> None:
     assert reachable("127.0.0.2", everywhere.port)
     other = serve(listen("127.0.0.2", 0))
     assert not reachable("127.0.0.1", other.port)
+
+
+def length(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("valid", [b"", b"\0\xce\xf7\x85\x3c"], ids=["strange", "valid start"])
+def test_a_connection_that_breaks_the_protocol_delays_no_other_one(valid: bytes) -> None:
+    """Idle connections, half messages, garbage and lengths that no memory holds."""
+    kept = serve(listen("127.0.0.1", 0))
+    limit = timedelta(seconds=20)
+    client = dist.TCPStore("127.0.0.1", kept.port, None, False, limit)  # type: ignore[attr-defined]
+    texts = [b"", b"\0", b"\1", b"GET / HTTP/1.0\r\n\r\n", b"\x16\x03\x01", b"\xff" * 1000]
+    texts += [b"\1" + length(size) for size in (100, 3 << 30, 1 << 40, 1 << 63)]
+    texts += [b"\1" + length(1) + b"a" + length(3 << 30) + b"half", b"\5" + length(1 << 50)]
+    attackers = []
+    for number, text in enumerate(texts, 1):
+        attackers.append(socket.create_connection(("127.0.0.1", kept.port), 20))
+        attackers[-1].sendall(valid + text)
+        assert call_within(20, partial(client.add, "key", 1)) == number
+    for attacker in attackers:
+        attacker.close()
+    assert client.get("key") == str(len(texts)).encode()
 
 
 def test_a_store_that_cannot_be_kept_is_an_error() -> None:

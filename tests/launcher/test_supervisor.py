@@ -118,7 +118,7 @@ def test_a_worker_that_always_fails_is_given_up(launcher: Launcher) -> None:
     assert launcher.of(0)[-1] == "ended"
 
 
-def test_pauses_increase_until_a_worker_has_lived_for_long(
+def test_pauses_increase_until_a_worker_has_trained_for_long(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervising, "_PAUSES_SECONDS", (0.01, 0.02))
@@ -130,7 +130,8 @@ def test_pauses_increase_until_a_worker_has_lived_for_long(
         "not again: --max-restarts 3",
     ]
     monkeypatch.setattr(supervising, "_FORGET_SECONDS", 1e-3)
-    script = "if os.environ['OFFBEAT_RESTARTS'] == '3': sys.exit()\n" + script
+    assert launcher.run(script, max_restarts=1) == 137
+    script = "if os.environ['OFFBEAT_RESTARTS'] == '3': sys.exit()\n" + TRAIN + script
     assert launcher.run(script, max_restarts=1) == 0
     assert [line.partition("; ")[2] for line in launcher.of(0) if "; " in line] == [
         told[0][:-2] + "1)"

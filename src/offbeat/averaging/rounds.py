@@ -63,7 +63,7 @@ class VoteCheck:
         self._require_match(votes)
         wrong = [rank for rank, vote in enumerate(votes) if not vote.finite]
         if wrong:
-            self._report(wrong, votes[wrong[0]].step)
+            self.report(wrong, votes[wrong[0]].step)
         sums = Vote.of([sum(column) for column in zip(*rows, strict=True)])
         call = functools.reduce(operator.or_, (int(vote.call) for vote in votes))
         return sums._replace(call=call, optimizer=max(vote.optimizer for vote in votes))
@@ -101,7 +101,8 @@ class VoteCheck:
         name = next((name for name in CALLS if vote.is_in(name)), "no call")
         return f"is in {name} after step {vote.step:.0f}"
 
-    def _report(self, ranks: Sequence[int], step: float) -> None:
+    def report(self, ranks: Sequence[int], step: float) -> None:
+        """Apply the policy to the ``ranks``, which would contribute non-finite values."""
         names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
         message = f"{names} would contribute NaN or infinity to the mean at step {step:.0f}"
         if self._policy == "raise":

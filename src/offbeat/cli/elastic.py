@@ -93,7 +93,8 @@ def _require_program(script: str, module: bool) -> None:
 def store(port: int, host: str | None) -> None:
     """Keep a store until a signal."""
     listener = listen(host, port)
-    address = f"{host or socket.gethostname()}:{listener.getsockname()[1]}"
+    name = host or socket.gethostname()
+    address = f"{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
     output.report(f"the store is at {address}")
     output.report(f"on each machine: offbeat run --store {address} --workers 4 --here 2 train.py")
     ends = {signal.SIGTERM, signal.SIGINT}

@@ -318,6 +318,11 @@ class LeasedSampler(Sampler[list[int]]):
             with self.sync.consensus():
                 return self.state_dict()
         components.consensus.require_complete(what)
+        with components.iteration.guard:  # also between two collectives
+            return self._collect()
+
+    def _collect(self) -> dict[str, Any]:
+        """Return the state. A collective."""
         self._note_step()
         self._note_done()
         epochs = self._gather(self._begun if self._begun > self._ended else self.epoch)

@@ -9,7 +9,7 @@ PATIENCE_SECONDS = 30.0
 
 
 def parse_address(text: str) -> tuple[str, int] | str:
-    """Return host and port of ``host:port``, or the path of ``file:///path``.
+    """Return host and port of ``host:port`` or ``[IPv6]:port``, or the path of ``file:///path``.
 
     Raises:
         ValueError: ``text`` has another form.
@@ -23,7 +23,7 @@ def parse_address(text: str) -> tuple[str, int] | str:
             "the address of a store is host:port, as in 10.0.0.1:29500, or file:///path, got "
             f"{text!r}"
         )
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ class Agreement:
     def __init__(self, store: SharedStore, timeout_seconds: float) -> None:
         self.store, self.timeout_seconds = store, timeout_seconds
         self.silence_seconds = min(SILENCE_SECONDS, timeout_seconds)
-        self.heartbeats = HeartbeatConnections()
+        self.heartbeats = HeartbeatConnections(timeout_seconds)
 
         def take() -> int:
             worker = store.count("numbers")
@@ -214,7 +214,11 @@ class Agreement:
                 expired = now - last_arrival > patience
             else:
                 expired = now - started > self.timeout_seconds
-            if expired or (not awaited and self.worker == min(present)):
+            # A majority does not wait for machines that have lost their power or their network. If
+            # one of the arrived workers was silent, it was this worker's network.
+            silent = self.heartbeats.silent
+            down = majority and awaited <= silent and silent.isdisjoint(arrived)
+            if expired or ((down or not awaited) and self.worker == min(present)):
                 return self._propose(number, before, sorted(present))
         raise AssertionError
 

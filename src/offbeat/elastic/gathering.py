@@ -40,7 +40,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from offbeat.elastic import reports
 from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
 from offbeat.elastic.agreement import Agreement, Decision, polls
 from offbeat.elastic.membership import StoreMembership
@@ -48,6 +47,7 @@ from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import ModelLostError, View
+from offbeat.transport.torch_backend.network_interface import choose_interface
 from offbeat.transport.torch_backend.process_groups import ranks_text
 
 T = TypeVar("T")
@@ -143,6 +143,9 @@ class Gathering(Transport):
                 members cannot connect to this process.
         """
         what = "gathering failed"
+        where = parse_address(self._address)
+        if not isinstance(where, str):
+            choose_interface(where[0])
         root = connect_to_store(self._address, timeout_seconds, what=what)
         while True:
             name = root.call(partial(_latest_training, root), what)
@@ -153,7 +156,6 @@ class Gathering(Transport):
                 agreement.leave(0, ended=False)
                 raise
             if view is not None:
-                reports.tell(f"trains as rank {agreement.worker}")
                 members = ranks_text(view.members)
                 logger.info("rank %d begins in view %d: %s", agreement.worker, view.number, members)
                 return view.communicator

@@ -1,9 +1,11 @@
 """Heartbeat connections: sockets that are closed when the process at the other end ends.
 
-Nothing is sent on them. When a process ends, the kernel of its machine closes its sockets, and the
-workers at the other ends notice that.
+No data are sent on them. When a process ends, the kernel of its machine closes its sockets, and the
+workers at the other ends notice that. The kernels also exchange TCP keep-alive probes, which show
+that a machine or the network is down.
 """
 
+import errno
 import os
 import select
 import socket
@@ -17,6 +19,7 @@ from offbeat.errors import AttachError
 from offbeat.transport.torch_backend.network_interface import gloo_address
 
 _CONNECT_SECONDS = 2.0  # time limit of a connection
+_PROBES = 3  # unanswered keep-alive probes after which a connection has failed
 _BACKLOG = 4096  # number of connections that may wait to be accepted; the default maximum of Linux
 
 
@@ -27,9 +30,15 @@ class HeartbeatConnections:
     process computes or is suspended, and closes them when the process ends, whether the process has
     accepted them or not. So neither threads nor messages are needed. ``dead`` accepts connections,
     because the kernel completes no more of them while ``_BACKLOG`` wait. A machine that loses power
-    or its network closes no connections, so its workers are not reported as dead.
+    or its network closes no connections, so its workers are not dead but ``silent``.
+
+    Args:
+        timeout_seconds: Time after which a worker without power or network is silent (about 7/8 of
+            it, and at least 4 s).
 
     Attributes:
+        silent: Workers whose kernel has not answered. They are not monitored any more, but may live
+            on the other side of a divided network.
         address: Address on which this process listens, as ``host:port``.
         refused: Workers whose port refused a connection. Their processes have ended, unless the
             address leads elsewhere or a firewall has refused.
@@ -40,21 +49,26 @@ class HeartbeatConnections:
         AttachError: On Windows, which lacks ``select.poll``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float) -> None:
         if sys.platform == "win32":
             raise AttachError("elastic training needs Linux or macOS; unset OFFBEAT_STORE")
+        self._timeout_seconds = timeout_seconds
+        self._addresses: dict[int, str] = {}
+        self._checking = threading.Lock()
         self._sockets: dict[int, socket.socket] = {}
         self._accepted: set[socket.socket] = set()  # connections of other workers to this one
         self._dead: set[int] = set()
         self.refused: set[int] = set()
+        self.silent: set[int] = set()
         with _accepting:
-            listener = socket.create_server((gloo_address(), 0), backlog=_BACKLOG)
+            host = gloo_address()
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
             self.close = weakref.finalize(self, _close, listener, self._sockets, self._accepted)
             _instances.add(self)
         listener.setblocking(False)
         self._listener = listener
-        host, port = listener.getsockname()
-        self.address = f"{host}:{port}"
+        self.address = f"{host}:{listener.getsockname()[1]}"
 
     def connect(self, addresses: Mapping[int, str]) -> list[int]:
         """Connect to other workers, and return those that cannot be reached.
@@ -66,7 +80,11 @@ class HeartbeatConnections:
         """
         new = {w: address for w, address in addresses.items() if not self.monitors(w)}
         opened, refused = _open(new)
+        for connection in opened.values():
+            _probe(connection, self._timeout_seconds)
+        self._addresses.update(new)
         self._sockets.update(opened)
+        self.silent.difference_update(opened)
         self.refused |= refused
         return [worker for worker in new if worker not in opened]
 
@@ -75,18 +93,26 @@ class HeartbeatConnections:
         return worker in self._sockets or worker in self._dead
 
     def dead(self) -> frozenset[int]:
-        """Return the monitored workers that have ended or have called ``close``. Never blocks."""
+        """Return the monitored workers that have ended or have called ``close``.
+
+        Blocks only if a connection was closed or reset, while it opens another one. A router may
+        have reset it. If the worker has ended, its port refuses.
+        """
         self._accept()
-        # Other threads may call this at the same time, and also find the worker dead.
-        sockets = list(self._sockets.items())
-        closed = _closed_by_peer([*self._accepted, *(socket_ for _, socket_ in sockets)])
-        for worker, socket_ in sockets:
-            if socket_ in closed:
-                self._dead.add(worker)
+        with self._checking:
+            # Other threads may close sockets at the same time.
+            sockets = list(self._sockets.items())
+            closed = _closed_by_peer([*self._accepted, *(socket_ for _, socket_ in sockets)])
+            lost = {worker: _error_of(socket_) for worker, socket_ in sockets if socket_ in closed}
+            for worker in lost:
                 self._sockets.pop(worker, None)
-        for socket_ in closed:
-            self._accepted.discard(socket_)
-            socket_.close()
+            for socket_ in closed:
+                self._accepted.discard(socket_)
+                socket_.close()
+            ended = [worker for worker in lost if lost[worker] in (0, errno.ECONNRESET)]
+            self.silent.update(lost.keys() - ended)
+            for worker in ended:  # one by one: no thread can be started while Python exits
+                self._dead.update(self.connect({worker: self._addresses[worker]}))
         return frozenset(self._dead)
 
     def _accept(self) -> None:
@@ -112,6 +138,23 @@ def _closed_by_peer(sockets: Iterable[socket.socket]) -> set[socket.socket]:
         # No data are sent, so a socket is readable only once the other end is closed.
         poll.register(descriptor, select.POLLIN)
     return {by_descriptor[descriptor] for descriptor, _ in poll.poll(0)}
+
+
+def _error_of(connection: socket.socket) -> int:
+    """Return the error number of a connection, 0 if the other end has closed it."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    except OSError:  # another thread has closed it just now
+        return 0
+
+
+def _probe(connection: socket.socket, seconds: float) -> None:
+    """Let the kernel send probes, so that the connection fails if none is answered in time."""
+    idle = getattr(socket, "TCP_KEEPIDLE", 0x10)  # macOS has another name for it
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, share in ((idle, 1 / 2), (socket.TCP_KEEPINTVL, 1 / 8)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, min(max(1, int(share * seconds)), 30000))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
 
 _instances: "weakref.WeakSet[HeartbeatConnections]" = weakref.WeakSet()
@@ -154,8 +197,11 @@ def _open(addresses: Mapping[int, str]) -> tuple[dict[int, socket.socket], set[i
         except OSError as error:
             return error
 
-    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
-        results = dict(zip(addresses, pool.map(connect, addresses.values()), strict=True))
+    if len(addresses) > 1:
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            results = dict(zip(addresses, pool.map(connect, addresses.values()), strict=True))
+    else:
+        results = {worker: connect(address) for worker, address in addresses.items()}
     opened = {w: result for w, result in results.items() if isinstance(result, socket.socket)}
     return opened, {
         w for w, result in results.items() if isinstance(result, ConnectionRefusedError)

@@ -19,19 +19,21 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from offbeat.averaging import flow_of
 from offbeat.averaging.exact_mean import ExactMean
+from offbeat.averaging.rounds import VoteCheck
 from offbeat.checkpoint.state import load, save
 from offbeat.checkpoint.worker_state import WorkerState
-from offbeat.errors import CommunicationError, MismatchError
+from offbeat.errors import CommunicationError, CommunicationTimeout, MismatchError
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.training.checks.consistency import difference, versioned
 from offbeat.training.iteration import Iteration
 from offbeat.transport.membership import ModelLostError
 
 logger = logging.getLogger("offbeat")
+_ATTEMPTS = 3  # failures after which a worker does not try to begin another view
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class _Report:
             parameters, which are replicated, contain further steps. Workers with the largest
             progress have the newest model.
         contributes: True if the worker's model may differ from the last mean.
+        finite: False if the worker contributes, and its model contains NaN or infinity.
         settings: Settings that must be equal on all workers, one per line of text.
         step: Number of local steps since ``attach`` or a loaded consensus.
         carried: Fields of the flow's state that are marked ``common()``. Empty if ``fresh``.
@@ -53,6 +56,7 @@ class _Report:
     fresh: bool
     progress: list[int]
     contributes: bool
+    finite: bool
     settings: str
     step: int
     carried: dict[str, Any]
@@ -87,6 +91,8 @@ class Views:
         self._fresh = False  # True if this worker has joined and does not have the model yet
         # See _Report; values of the flow that has ended.
         self._progress, self._contributes = [self._worker.team.view, 0, 0], False
+        self._behind: list[int] = []  # ranks that lack the model of the view
+        self._failures = 0  # attempts to begin a view that count; see _attempt
         self._overtaken = False  # True if this worker received the model of a later step
         self._last: CommunicationError | None = None  # reason for which there is no further view
 
@@ -145,9 +151,7 @@ class Views:
             ModelLostError: All workers that had the model are lost.
         """
         self._fresh = True
-        try:
-            self.begin()
-        except CommunicationError as error:
+        if (error := self._attempt()) is not None:
             self._change(error)
         self.record()
 
@@ -161,17 +165,50 @@ class Views:
             team.close()
             team.enter(membership.next_view(step=self._state.stats.steps))
             if team.size < self._min_workers:
-                self._give_up()
-            try:
-                self.begin()
+                self._give_up(
+                    CommunicationError,
+                    f"{team.size} workers are left in view {team.view} (they began as ranks "
+                    f"{', '.join(map(str, team.members))}), and min_workers={self._min_workers}. "
+                    "The model is the local one: continue from it, or from a checkpoint, with more "
+                    "workers",
+                )
+            if (another := self._attempt()) is None:
+                self._failures = 0
                 return
-            except CommunicationError as another:
-                error = another
+            error = another
+
+    def _attempt(self) -> CommunicationError | None:
+        """Begin the view that the team has entered. Return the error if another one is needed.
+
+        A worker that cannot receive the model in time leaves: each attempt stops the others for as
+        long. If no worker lacks the model, all raise after ``_ATTEMPTS`` time-outs.
+        """
+        team, began = self._worker.team, self._worker.team.host.now()
+        seconds = team.communicator.timeout_seconds
+        self._behind = []
+        try:
+            self.begin()
+            return None
+        except CommunicationError as error:
+            failed = error
+        receives = team.rank in self._behind
+        slow = team.host.now() - began >= 0.9 * seconds
+        self._failures += receives or (slow and not self._behind)
+        if self._failures >= _ATTEMPTS or (slow and receives):
+            missed = "receive the model" if receives else "average the models"
+            self._give_up(
+                CommunicationTimeout,
+                f"could not {missed} in view {team.view} within timeout_seconds={seconds:g}: check "
+                "the network, or raise it in attach(..., timeout_seconds=...) on all workers if "
+                f"that takes longer ({failed})",
+            )
+        return failed
 
     def begin(self) -> None:
         """Begin the view that the team has entered: steps 2 and 3 of the module. A collective.
 
-        After a CommunicationError another view change is needed.
+        After a CommunicationError another view change is needed. Raises OffbeatError if a worker
+        would contribute NaN or infinity to the mean, and the policy is "raise".
         """
         worker, team, iteration = self._worker, self._worker.team, self._iteration
         reports = self._exchange_reports()
@@ -186,6 +223,10 @@ class Views:
             # Models that are equal to the last mean would only shorten the steps of the others.
             averaged = [rank for rank in ahead if reports[rank].contributes] or ahead[:1]
         source = reports[ahead[0]]
+        wrong = [rank for rank in averaged if not reports[rank].finite]
+        if wrong and team.size > 1:
+            VoteCheck(team.rank, worker.non_finite).report(wrong, reports[wrong[0]].step)
+        self._behind = behind
         self._copy(ahead[0], behind, source)
         if averaged:
             weight, total = float(team.rank in averaged), float(len(averaged))
@@ -204,16 +245,13 @@ class Views:
         iteration.begin_view(flow)
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
 
-    def _give_up(self) -> None:
+    def _give_up(self, kind: type[CommunicationError], reason: str) -> NoReturn:
+        """Leave the training permanently, and raise the error."""
         team = self._worker.team
         assert team.membership is not None
         team.membership.leave(ended=False)
         team.close()
-        raise CommunicationError(
-            f"rank {team.rank}: {team.size} workers are left in view {team.view} (they began as "
-            f"ranks {', '.join(map(str, team.members))}), and min_workers={self._min_workers}. "
-            "The model is the local one: continue from it, or from a checkpoint, with more workers"
-        )
+        raise kind(f"rank {team.rank}: {reason}")
 
     def _exchange_reports(self) -> list[_Report]:
         """Return the reports of all workers.
@@ -227,6 +265,7 @@ class Views:
             self._fresh,
             self._progress,
             self._contributes,
+            self._fresh or not self._contributes or worker.finite_model(),
             self._settings,
             worker.step,
             {} if self._fresh else save(self._iteration.flow.state, "common"),
@@ -258,6 +297,7 @@ class Views:
         if communicator.rank not in behind:
             return
         self._state.receive(communicator, source, fresh=self._fresh)
+        self._behind.remove(communicator.rank)
         if self._fresh:
             worker.step = report.step
         else:

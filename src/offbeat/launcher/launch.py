@@ -48,7 +48,7 @@ def launch(
         here: Number of workers on this machine.
         store: Address of the store, as in ``OFFBEAT_STORE``. None: a process that this one starts
             keeps one, which only this machine can reach.
-        max_restarts: Number of restarts of a worker. One that has lived for a minute has all again.
+        max_restarts: Number of restarts of a worker. Training for a minute gives it all again.
         fresh: True for a new interpreter for each worker.
         grace_seconds: Time that workers have to end after a signal.
 
@@ -63,6 +63,9 @@ def launch(
         with _signals_held():
             context = _context(fresh)
             if store is None:
+                # The workers of one machine need no other interface, and open no port on it.
+                loopback = "lo" if sys.platform == "linux" else "lo0"
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
                 store = stack.enter_context(_local_store(context))
         await_store(store)
         # Each worker has a default process group of its own, so that a script which calls

@@ -4,6 +4,7 @@ It is a ``TCPStore`` of torch. ``offbeat store`` keeps it, or ``offbeat run`` in
 own. Torch is imported there only, so that the launcher starts without it.
 """
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -47,10 +48,17 @@ def listen(host: str | None, port: int) -> socket.socket:
 def serve(listener: socket.socket) -> Any:
     """Return a store that accepts the connections to ``listener``. It lives as long as the result.
 
-    Connections from before this call are accepted, too.
+    Connections from before this call are accepted, too. Torch's store on libuv never waits for one
+    client, and closes connections that do not follow its protocol.
     """
     import torch.distributed as dist
 
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows, and restricted systems
+        import resource
+
+        # Each connection needs a descriptor. The usual limit is 1024.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(  # type: ignore[attr-defined]
         "localhost" if host in ("::", "0.0.0.0") else host,
@@ -59,7 +67,6 @@ def serve(listener: socket.socket) -> Any:
         wait_for_workers=False,
         timeout=timedelta(seconds=_WAIT_SECONDS),
         master_listen_fd=listener.detach(),
-        use_libuv=False,  # the other implementation does not take a socket
     )
 
 

@@ -19,7 +19,7 @@ from offbeat.launcher.output import Lines, report, write
 from offbeat.launcher.script import FINAL, TEMPORARY
 
 _PAUSES_SECONDS = 0.1, 0.5, 2.0, 8.0, 30.0  # before each restart; the last one from then on
-_FORGET_SECONDS = 60.0  # a worker that has lived this long has recovered from its last failure
+_FORGET_SECONDS = 60.0  # a worker that has trained this long has recovered from its last failure
 _LAST_OUTPUT_SECONDS = 1.0  # wait for the output of an ended worker; others may hold its pipes
 _END_SECONDS = 10.0  # limit for a killed process to end
 # ``finish`` returns when all members of the training have called it. So the others have left a
@@ -39,8 +39,8 @@ class Supervisor:
     Args:
         start: Starts a process of a worker.
         workers: Number of workers of this machine.
-        max_restarts: Number of restarts after which a worker is given up. A process that has lived
-            for a minute resets the count.
+        max_restarts: Number of restarts after which a worker is given up. Training for a minute
+            resets the count.
         grace_seconds: Time from a signal until workers that still run are killed.
     """
 
@@ -53,7 +53,7 @@ class Supervisor:
         self._stopping = asyncio.Event()  # set when no worker is to be started any more
         self._running: dict[int, BaseProcess] = {}
         self._finished: set[int] = set()  # the workers whose process has finished the training
-        self._has_trained = False  # True once a worker has begun to train
+        self._trains_since: dict[int, float] = {}  # when workers have begun to train
         self._failures: list[tuple[int, int]] = []  # worker and code, if no restart followed
 
     async def run(self) -> int:
@@ -117,7 +117,9 @@ class Supervisor:
             began = time.monotonic()
             status, how = await self._run(number, starts)
             starts += 1
-            if time.monotonic() >= began + _FORGET_SECONDS:
+            # One that has only waited, for others or for the model, may do so again and again.
+            trained = self._trains_since.get(number, 0.0)
+            if trained >= began and time.monotonic() >= trained + _FORGET_SECONDS:
                 restarts = 0
             if status == 0 or self._stopping.is_set():
                 report(f"worker {number} {how}")
@@ -140,7 +142,7 @@ class Supervisor:
             return "it had finished the training"
         if status == FINAL:
             return "a restart would not mend this error"
-        if status > 0 and status != TEMPORARY and not self._has_trained:
+        if status > 0 and status != TEMPORARY and not self._trains_since:
             self._stopping.set()
             return "the script fails before training begins"
         return f"--max-restarts {restarts}" if restarts >= self._max_restarts else None
@@ -154,7 +156,7 @@ class Supervisor:
         def on_report(line: bytes) -> None:
             text = line.decode()
             report(f"worker {number} {text}")
-            self._has_trained = True
+            self._trains_since[number] = time.monotonic()
             if text == reports.FINISHED:
                 if not self._finished:
                     asyncio.get_running_loop().call_later(_STUCK_SECONDS, self._kill_stuck)

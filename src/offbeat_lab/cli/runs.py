@@ -54,9 +54,9 @@ _MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a 
 def compare(options: CompareOptions, job: Job) -> None:
     """Train with one method, or with several under the same seeds; print and write the results."""
     # Console scripts and `python -P` do not add the current directory, from which recipes and
-    # strategies of the user may be imported.
+    # strategies of the user may be imported. A file there does not replace an installed module.
     if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
     job = with_launched_workers(job)
     scenario, step_time = options.scenario, options.step_time
     job = replace(

@@ -1,5 +1,7 @@
 """Parsing of methods: strategies such as ``local:period=8`` and references to compare with."""
 
+import sys
+
 from offbeat import Strategy, parse_strategy
 from offbeat.extend import CustomFlow, did_you_mean, read_settings
 from offbeat_lab.baselines import STRATEGIES
@@ -32,6 +34,20 @@ def parse_method(text: str) -> Strategy | Reference:
         )
     kind = REFERENCES[name]
     return kind(**read_settings(kind, name, settings, text, separator=","))
+
+
+def parse_imported(text: str) -> Strategy | Reference | None:
+    """Return the same as ``parse_method``, but import no module, which a file of results may name.
+
+    None: the settings are invalid, or this is a custom strategy that is not imported yet.
+    """
+    name = text.strip().partition(":")[0]
+    if not is_reference(text) and name not in {*STRATEGIES, *sys.modules}:
+        return None
+    try:
+        return parse_method(text)
+    except (ValueError, TypeError):
+        return None
 
 
 def is_reference(text: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from offbeat import Strategy
 from offbeat.extend import Gradients, SharedModel, Table, show_bytes, show_seconds
 from offbeat_lab.baselines import FedAvg, PowerSGD, SparseLoCo
-from offbeat_lab.methods.registry import parse_method
+from offbeat_lab.methods.registry import parse_imported
 from offbeat_lab.report.rows import (
     FAILURES,
     common_options,
@@ -102,12 +102,9 @@ def percent(share: float | None) -> str:
 def _has_lssr(result: Result) -> bool:
     """Return True if all workers synchronize in the same steps, so that LSSR has a meaning.
 
-    Also returns True for peers, and for custom strategies that cannot be imported here.
+    Also returns True for peers, and for custom strategies that are not imported here.
     """
-    try:
-        method = parse_method(result.strategy)
-    except (ValueError, TypeError):
-        return True
+    method = parse_imported(result.strategy)
     if not isinstance(method, Strategy):
         return True
     averages = method.averages()

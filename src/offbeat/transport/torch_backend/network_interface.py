@@ -1,8 +1,9 @@
-"""Finds the network interface and the IPv4 address over which gloo and NCCL communicate.
+"""Finds the network interface and the address over which gloo and NCCL communicate.
 
 They are shown to the user, because a wrong interface is a frequent reason for slow communication.
 """
 
+import contextlib
 import os
 import socket
 import struct
@@ -34,20 +35,17 @@ def address_of(interface: str) -> str | None:
 
 
 def gloo_address() -> str:
-    """Return the IPv4 address to which gloo binds.
+    """Return the address to which gloo binds.
 
-    Without ``GLOO_SOCKET_IFNAME`` it is the address to which this host's name resolves, or
-    127.0.0.1 if it does not resolve.
+    Without ``GLOO_SOCKET_IFNAME`` it is the first address of this machine to which the host's name
+    resolves, or 127.0.0.1 if there is none.
 
     Raises:
         AttachError: ``GLOO_SOCKET_IFNAME`` names an interface without an IPv4 address.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if not named:
-        try:
-            return socket.gethostbyname(socket.gethostname())
-        except OSError:
-            return "127.0.0.1"
+        return _address_of_name() or "127.0.0.1"
     if address := address_of(named):
         return address
     usable = [name for _, name in socket.if_nameindex() if address_of(name)]
@@ -55,6 +53,33 @@ def gloo_address() -> str:
         f"GLOO_SOCKET_IFNAME names the network interface {named!r}, which does not exist or has "
         f"no IPv4 address: name an interface with one (here: {', '.join(usable) or 'none found'})"
     )
+
+
+def _address_of_name() -> str | None:
+    """Return the first address of the host's name to which a socket can be bound; None if none."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
+        for family, kind, _, _, address in found:
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return str(address[0])
+    return None
+
+
+def choose_interface(host: str) -> None:
+    """Set ``GLOO_SOCKET_IFNAME`` to the interface that leads to ``host``, if it is needed.
+
+    Debian's /etc/hosts has 127.0.1.1 for the host's name, which other machines cannot reach. Does
+    nothing if the variable is set, if the name has another address, or with IPv6.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME") or not gloo_address().startswith("127."):
+        return
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            if address_of(name) == address and not address.startswith("127."):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def interface_in_use(backend: str) -> str:
@@ -70,13 +95,11 @@ def interface_in_use(backend: str) -> str:
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     named = os.environ.get(variable)
     if named:
-        address = "unknown address" if fcntl is None else address_of(named) or "no IPv4 address"
-        return f"{named} ({address}; from {variable})"
+        where = "unknown address" if fcntl is None else address_of(named) or "no IPv4 address"
+        return f"{named} ({where}; from {variable})"
     if backend != "gloo":
         return f"chosen by {backend} ({variable} is not set)"
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return f"unknown: this host's name does not resolve (set {variable})"
+    if (address := _address_of_name()) is None:
+        return f"unknown: this host's name does not resolve to its address (set {variable})"
     owner = next((n for _, n in socket.if_nameindex() if address_of(n) == address), "?")
     return f"{owner} ({address}; from the host's name, {variable} is not set)"
