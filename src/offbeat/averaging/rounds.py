@@ -128,8 +128,8 @@ class WaitingWarning:
         while self._next_seconds <= seconds:
             self._next_seconds *= 2
         logger.warning(
-            "rank %d has waited in consensus() or offbeat.save() for %.0f s; the other workers "
-            "have taken %d steps since. Every rank must call it, not only rank %d: see "
+            "rank %d has waited in consensus(), mean() or offbeat.save() for %.0f s; the other "
+            "workers have taken %d steps since. Every rank must call it, not only rank %d: see "
             '"Coming from DDP" in the documentation',
             worker.rank,
             seconds,

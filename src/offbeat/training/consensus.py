@@ -14,12 +14,19 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from offbeat.averaging import Replica, Worker
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.votes import Round
-from offbeat.errors import AttachError, CheckpointError, CommunicationError, EndedError
+from offbeat.errors import (
+    AttachError,
+    CheckpointError,
+    CommunicationError,
+    EndedError,
+    MismatchError,
+)
 from offbeat.nodes.shards import Shards
 from offbeat.training.checks.comparison import (
     checksum,
@@ -100,6 +107,34 @@ class Consensus:
                 "longer synchronized: detach() and attach again"
             )
 
+    # -- means of numbers ------------------------------------------------------------------------
+
+    def mean(self, numbers: Tensor) -> Tensor:
+        """Return the mean over all workers of ``numbers``, a float64 tensor. A collective. Blocks.
+
+        Inside a consensus the workers do not train, so that there is no barrier.
+        """
+        return self._retry(lambda: self._mean(numbers))
+
+    def _mean(self, numbers: Tensor) -> Tensor:
+        shown, everyone = self._iteration.shows_consensus, self._worker.team.everyone
+        if not shown:
+            finishing = self._wait_for_all(None, finishing=False).wait().finishing
+        if (not self.complete) if shown else finishing:
+            raise MismatchError(
+                f"rank {everyone.rank}: mean(), and another worker has called finish(): every "
+                "worker must call mean() equally often before finish()"
+            )
+        rows = everyone.gather_bytes(numbers.numpy().tobytes(), what="mean()")
+        for rank, row in enumerate(rows):
+            if len(row) != len(rows[0]):
+                raise MismatchError(
+                    f"rank {rank} has {len(row) // 8} numbers in mean(), and rank 0 has "
+                    f"{len(rows[0]) // 8}: give a value of the same shape on every rank"
+                )
+        received = [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in rows]
+        return torch.stack(received).mean(0).reshape(numbers.shape)
+
     # -- consensus -------------------------------------------------------------------------------
 
     def tensors_of(self, also: Sequence[nn.Module], what: str) -> Replica:
@@ -132,11 +167,11 @@ class Consensus:
             )
         return tensors
 
-    def _wait_for_all(self, also: Replica, *, finishing: bool) -> Round:
+    def _wait_for_all(self, also: Replica | None, *, finishing: bool) -> Round:
         """Wait at a barrier until no worker takes a step. Returns the last round."""
         if self._shards is not None:
             self._shards.reshard()
-        self._worker.also = bool(also.everything())
+        self._worker.also = also is not None and bool(also.everything())
         try:
             return self._iteration.wait_for_all(finishing=finishing)
         finally:
