@@ -183,6 +183,25 @@ def test_a_skipped_step_adds_no_weight_to_the_final_mean(text: str, fused: bool)
     assert torch.equal(other, first)
 
 
+def unknown_scaler(rank: int, size: int, enabled: bool) -> tuple[list[str], str]:
+    model = make_model(seed=rank, dtype=torch.float32)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    sync = attach(model, optimizer, "local:period=2")
+    scaler.scale(loss_of(model, make_batch(rank, 0, dtype=torch.float32))).backward()
+    error = error_of(lambda: scaler.step(optimizer))
+    sync.detach()
+    return error
+
+
+def test_a_scaler_that_attach_does_not_know_is_refused_at_its_first_step() -> None:
+    """The workers would skip different steps without counting them."""
+    for kinds, text in run(unknown_scaler, True, workers=2):
+        assert kinds[0] == "AttachError"
+        assert "attach(..., scaler=scaler)" in text
+    assert run(unknown_scaler, False, workers=2) == [([], "nothing was raised")] * 2
+
+
 def shared_scaler(rank: int, size: int, first: int) -> Any:
     """Train two attached models with one scaler. ``first`` is the one that finishes first."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

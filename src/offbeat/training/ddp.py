@@ -5,6 +5,7 @@ a strategy this communication is switched off, or the strategy would save nothin
 only wrappers in the given model: a wrapper around it, or one that is made later, stays active.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
@@ -61,6 +62,8 @@ class DDPSuppressor:
         # DDP reads its flag in forward only. Outside, the flag shows whether no_sync() is active.
         self._hooks.append(wrapper.register_forward_pre_hook(_switch_off, prepend=True))
         self._hooks.append(wrapper.register_forward_hook(_switch_on, always_call=True))
+        # Its collectives are not needed: a worker without further data answers the others.
+        vars(wrapper)["join"] = _no_join
 
     def remove(self) -> None:
         """Switch the wrappers on again."""
@@ -68,8 +71,13 @@ class DDPSuppressor:
             hook.remove()
         for wrapper in self.wrappers:
             wrapper.require_forward_param_sync = True
+            vars(wrapper).pop("join", None)
         self._hooks.clear()
         self.wrappers.clear()
+
+
+def _no_join(*args: object, **options: object) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def _switch_off(wrapper: DistributedDataParallel, args: object) -> None:

@@ -1,6 +1,8 @@
 """Hooks on the user's optimizers and GradScaler, which report each step to ``Iteration``."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +14,8 @@ from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.step_factor import StepFactor
 from offbeat.training.optimizers import enable_step_hooks, inner_optimizers
 
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
+
 
 class Removable(Protocol):
     """A change to an object of the user that can be undone."""
@@ -21,20 +25,27 @@ class Removable(Protocol):
 
 
 def hook_optimizer(
-    attached: AttachedOptimizer, iteration: Iteration, factor: StepFactor | None
+    attached: AttachedOptimizer,
+    iteration: Iteration,
+    factor: StepFactor | None,
+    *,
+    scaled: bool,
 ) -> list[Removable]:
     """Call ``iteration.before_step`` before and ``iteration.complete`` after every optimizer step.
 
     ``factor`` changes the learning rates during the step. In a step with a closure, ``before_step``
     is called after the closure. The hooks raise an AttachError if the optimizer does not call its
     closure exactly once in a step, or if it contains an inner optimizer that steps outside of
-    ``optimizer.step``.
+    ``optimizer.step``. Or, unless ``scaled`` is set, if a GradScaler takes the first step.
     """
     optimizer, index = attached.optimizer, attached.index
-    in_step = uncalled = False
+    in_step, uncalled, checked = False, False, scaled
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
-        nonlocal in_step, uncalled
+        nonlocal in_step, uncalled, checked
+        if not checked:
+            checked = True
+            _require_no_scaler()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         in_step, uncalled, changed = True, closure is not None, None
         if closure is None:
@@ -98,6 +109,18 @@ def hook_optimizer(
             for inner in inner_optimizers(optimizer)
         ),
     ]
+
+
+def _require_no_scaler() -> None:
+    """Raise AttachError if a GradScaler has called the step that is about to begin."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _SCALER_STEP and frame.f_locals["self"].is_enabled():
+            raise AttachError(
+                "a GradScaler takes the steps, and attach() does not know it, so the workers would "
+                "count different steps: attach(..., scaler=scaler)"
+            )
+        frame = frame.f_back
 
 
 class ScalerHooks:
