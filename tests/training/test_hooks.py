@@ -20,7 +20,7 @@ from problems import (
     make_model,
     train_step,
 )
-from worlds import run
+from worlds import real, run
 
 
 class TwiceSGD(torch.optim.SGD):
@@ -181,6 +181,32 @@ def test_a_skipped_step_adds_no_weight_to_the_final_mean(text: str, fused: bool)
     assert not torch.equal(first, shared)
     assert torch.equal(end, first)
     assert torch.equal(other, first)
+
+
+class ShardedSGD(torch.optim.SGD):
+    """Gathers its updates in ``step``, as an optimizer that divides its work among workers."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            dist.broadcast(parameter.data, 0)
+
+
+def sharded_optimizer(rank: int, size: int, text: str) -> tuple[list[str], str]:
+    model = make_model(seed=rank)
+    optimizer = ShardedSGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, text)
+    error = error_of(lambda: train_step(model, optimizer, make_batch(rank, 0)))
+    sync.detach()
+    return error
+
+
+def test_an_optimizer_that_communicates_needs_workers_that_step_together() -> None:
+    """Its collectives would otherwise combine models of different workers, or block."""
+    for kinds, text in real(sharded_optimizer, "local:period=4", workers=2):
+        assert kinds[0] == "AttachError"
+        assert "ShardedSGD (or its closure) communicates in its step" in text
+    assert real(sharded_optimizer, "bsp", workers=2) == [([], "nothing was raised")] * 2
 
 
 def unknown_scaler(rank: int, size: int, enabled: bool) -> tuple[list[str], str]:
