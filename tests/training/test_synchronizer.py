@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from loops import attach, close, error_of, sgd, start
+from loops import Quick, attach, close, error_of, sgd, start
 from offbeat.simulate import DeadlockError
 from problems import (
     PARAMETERS,
@@ -138,6 +138,28 @@ def evaluated(rank: int, size: int) -> bool:
 def test_a_consensus_is_a_decorator() -> None:
     """Every call of the function enters a consensus of its own."""
     assert run(evaluated, workers=2) == [True, True]
+
+
+def bare_collective(rank: int, size: int) -> str:
+    """Rank 0 waits in an all-reduce of its own, and rank 1 still takes steps."""
+    model = make_model(seed=rank, dtype=torch.float32)
+    strategy = "streaming:staleness=2,parts=1"
+    sync = attach(model, optimizer := sgd(model), strategy, group=Quick(), timeout_seconds=2)
+    for step in range([2, 40][rank]):
+        batch = make_batch(rank, step, dtype=torch.float32)
+        _, text = error_of(lambda b=batch: train_step(model, optimizer, b))  # type: ignore[misc]
+        if text != "nothing was raised":
+            break
+    dist.all_reduce(torch.ones(1))
+    sync.detach()
+    return text
+
+
+def test_the_time_out_names_a_collective_outside_of_a_consensus() -> None:
+    """And what to use instead."""
+    _, text = real(bare_collective, workers=2)
+    assert "no answer from rank 0" in text
+    assert "outside of sync.consensus() (use sync.mean(), or call it inside)" in text
 
 
 def misuse(rank: int, size: int) -> dict[str, tuple[list[str], str]]:
