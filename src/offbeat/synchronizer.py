@@ -196,8 +196,8 @@ class Synchronizer:
         neither its time nor its bytes.
 
         Args:
-            value: A number, or a small tensor of real numbers. On all workers it has equally many
-                elements.
+            value: A number, or a small tensor of real numbers, which is not empty. It has equally
+                many elements on all workers.
 
         Returns:
             A float for a number. For a tensor, a tensor of the same shape, dtype and device. The

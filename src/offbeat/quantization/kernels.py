@@ -272,8 +272,8 @@ def kernels() -> Kernels | None:
         return _compiled_kernels()
     except Exception as error:
         logger.warning(
-            "numba fails (%s: %s), so slower torch operations quantize the messages. Import numba "
-            "at the top of the script to see why, or set OFFBEAT_KERNELS=0 to silence this",
+            "numba fails (%s: %s), so slower torch operations quantize the messages: import numba "
+            "at the top of the script, or set OFFBEAT_KERNELS=0",
             type(error).__name__,
             str(error).partition("\n")[0],
         )

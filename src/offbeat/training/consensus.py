@@ -122,8 +122,8 @@ class Consensus:
             finishing = self._wait_for_all(None, finishing=False).wait().finishing
         if (not self.complete) if shown else finishing:
             raise MismatchError(
-                f"rank {everyone.rank}: mean(), and another worker has called finish(): every "
-                "worker must call mean() equally often before finish()"
+                f"rank {everyone.rank}: mean() after another worker has called finish(): call "
+                "mean() equally often on every rank"
             )
         rows = everyone.gather_bytes(numbers.numpy().tobytes(), what="mean()")
         for rank, row in enumerate(rows):
