@@ -25,6 +25,7 @@ from offbeat.training.assembly import Components, attached
 from offbeat.training.checks.compatibility import (
     require_abilities,
     require_distinct_memory,
+    require_synchronous_layers,
     require_timeout,
     require_usable,
 )
@@ -66,10 +67,11 @@ def attach(
     number of backward passes before it; see ``Synchronizer.no_sync`` for gradient accumulation.
 
     Args:
-        model: The model. The strategy averages the parameters that have ``requires_grad`` now, or
-            their gradients. To unfreeze further parameters later, call ``detach`` and attach again.
-            If DistributedDataParallel is around the model, give the wrapper: its communication is
-            switched off until ``finish`` or ``detach``.
+        model: The model; several networks in an ``nn.ModuleList``. The strategy averages the
+            parameters that have ``requires_grad`` now, or their gradients. To unfreeze further
+            parameters later, call ``detach`` and attach again. If DistributedDataParallel is around
+            the model, give the wrapper: its communication is switched off until ``finish`` or
+            ``detach``, also that of its ``join()``.
         optimizer: The optimizer of the model, or a list of optimizers.
         strategy: The algorithm that decides what the workers average and when, for example
             ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
@@ -151,6 +153,16 @@ def attach(
     if min_workers is not None:
         require_integer("min_workers", min_workers, least=1)
     elastic = min_workers is not None
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module, got a {type(model).__name__}: give several networks as "
+            "nn.ModuleList([generator, discriminator])"
+        )
+    if not isinstance(scaler, torch.amp.GradScaler | None):
+        raise TypeError(
+            f"scaler must be a torch.amp.GradScaler, got a {type(scaler).__name__}: give the "
+            "GradScaler inside it"
+        )
     given, model = model, unwrapped(model)
     optimizers = _optimizers(optimizer)
     shards = shards_of(model, group, node_group)
@@ -172,6 +184,7 @@ def attach(
         strategy = strategy.with_adam_correction()
     local_model = model if shards is None else shards
     require_usable(local_model)
+    require_synchronous_layers(model, strategy, nodes=node_group is not None)
     require_distinct_memory(dict(local_model.named_parameters()), strategy)
     if isinstance(averages, SharedModel) and averages.optimizer_state:
         require_own_state(optimizers)
@@ -275,7 +288,7 @@ def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Attache
         if not own & named.keys():
             raise AttachError(
                 f"the {kind} holds no parameter of this model: build it from model.parameters() of "
-                "the model given to attach()"
+                "the model given to attach(), which is nn.ModuleList([…]) for several networks"
             )
         if own - named.keys():
             raise AttachError(

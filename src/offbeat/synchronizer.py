@@ -6,17 +6,20 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offbeat.arguments import require_number
 from offbeat.checkpoint.worker_state import require_format
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
 from offbeat.training.clipping import clip_grad_norm
+
+Value = TypeVar("Value", float, Tensor)
 
 
 class Synchronizer:
@@ -150,7 +153,10 @@ class Synchronizer:
         To evaluate on one rank, test ``sync.rank`` inside the context; no barrier is needed. The
         other workers leave the context and train until they need this one, and then wait for at
         most ``timeout_seconds``. A collective of your own is safe inside this context only, and
-        only if every worker enters it: ``finish`` does not answer it.
+        only if every worker enters it: ``finish`` does not answer it. ``mean`` is safe everywhere.
+
+        The context is also a decorator: ``evaluate = sync.consensus()(evaluate)`` makes every call
+        of ``evaluate`` run inside a consensus.
 
         Args:
             also: Further modules to replace by their mean in the same way, such as a moving average
@@ -179,6 +185,43 @@ class Synchronizer:
                     yield
             finally:
                 self._consensus.restore(local, extra)
+
+    def mean(self, value: Value) -> Value:
+        """Return the mean of ``value`` over all workers, such as that of a loss or an accuracy.
+
+        A collective: every worker calls it equally often, each after any number of steps. Until
+        then this worker takes part in the communication of the workers that still train. A
+        collective of ``torch.distributed`` does not, so it can deadlock outside of ``consensus``.
+        May be called inside ``consensus``, too. ``mean(0.0)`` is a barrier. ``stats`` counts
+        neither its time nor its bytes.
+
+        Args:
+            value: A number, or a small tensor of real numbers, which is not empty. It has equally
+                many elements on all workers.
+
+        Returns:
+            A float for a number. For a tensor, a tensor of the same shape, dtype and device. The
+            mean of integers has torch's default dtype.
+
+        Raises:
+            MismatchError: the number of elements differs between workers, or another worker has
+                called ``finish``.
+            AttachError: after ``finish`` or ``detach``.
+            TypeError: ``value`` is not a number or a tensor of real numbers.
+        """
+        self._require_active("mean()")
+        if not isinstance(value, Tensor):
+            require_number("value", value)
+        elif value.is_complex():
+            raise TypeError(f"value must have real numbers, got a tensor of {value.dtype}")
+        with _normal_mode(), self._recorder.paused():
+            numbers = torch.as_tensor(value).detach().to("cpu", torch.float64)
+            with self._iteration.guard, self._team.account.paused():
+                mean = self._consensus.mean(numbers)
+        if not isinstance(value, Tensor):
+            return mean.item()
+        floating = value.is_floating_point()
+        return mean.to(value.device, value.dtype if floating else torch.get_default_dtype())
 
     def finish(self, *, also: Sequence[nn.Module] = ()) -> None:
         """End training: replace the model by the mean over all workers, and remove the hooks.

@@ -394,3 +394,21 @@ def test_a_gradient_that_is_dense_somewhere_is_dense_everywhere() -> None:
     uses = torch.tensor([[1.0], [1.0], [1.0], [0.0], [3.0]]).expand(5, 2)
     for end in run(half_sparse, workers=3):
         torch.testing.assert_close(end, -uses / 3)
+
+
+def with_expanded_gradient(rank: int, size: int, text: str) -> Tensor:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = attach(model, optimizer, text)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.full((1, 1), 1.0 + 2 * rank).expand(3, 2)
+    optimizer.step()
+    sync.detach()
+    return before - model.weight.detach()
+
+
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
+def test_an_expanded_gradient_is_replaced_by_the_mean(text: str) -> None:
+    """Its elements share memory, so the mean cannot be written into it."""
+    for change in run(with_expanded_gradient, text, workers=2):
+        close(change, torch.full((3, 2), 2.0), 1e-6)

@@ -1,11 +1,13 @@
 """Arguments that attach() refuses before anything is sent."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from loops import sgd
@@ -24,7 +26,11 @@ def test_attach_needs_a_process_group(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 ARGUMENTS: list[tuple[Callable[[nn.Module], dict[str, Any]], type[Exception], str]] = [
-    (lambda model: {"optimizer": sgd(make_model())}, AttachError, "SGD holds no parameter of this"),
+    (
+        lambda model: {"optimizer": sgd(make_model())},
+        AttachError,
+        "SGD holds no parameter of this.*ModuleList",
+    ),
     (lambda model: {"optimizer": []}, AttachError, "at least one optimizer"),
     (
         lambda model: {"optimizer": [sgd(model[0]), sgd(make_model())]},
@@ -49,6 +55,8 @@ ARGUMENTS: list[tuple[Callable[[nn.Module], dict[str, Any]], type[Exception], st
     (lambda model: {"optimizer": [object()]}, TypeError, "must be a torch"),
     (lambda model: {"strategy": "bsp"}, TypeError, r"got 'bsp'.*parse_strategy"),
     (lambda model: {"time_out": 3}, TypeError, "time_out"),
+    (lambda model: {"scaler": object()}, TypeError, "torch.amp.GradScaler, got a object.* inside"),
+    (lambda model: {"model": [model]}, TypeError, r"got a list.*nn\.ModuleList\("),
 ]
 
 
@@ -58,9 +66,9 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     """Pitfall 18: a typo is a TypeError. ``elastic/test_leaving`` tests time-outs."""
     model = make_model()
-    given = {"optimizer": sgd(model), "strategy": offbeat.BSP(), **changes(model)}
+    given = {"model": model, "optimizer": sgd(model), "strategy": offbeat.BSP(), **changes(model)}
     with pytest.raises(error, match=why):
-        offbeat.attach(model, **given)
+        offbeat.attach(**given)
 
 
 class Holds(nn.Module):
@@ -80,6 +88,12 @@ def of_inference() -> torch.Tensor:
         return torch.ones(3)
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # their API is a prototype
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
@@ -95,6 +109,9 @@ def of_inference() -> torch.Tensor:
         (nn.Parameter(torch.ones(9).as_strided((2, 3, 2), (2, 2, 1))), "overlapping view"),
         (torch.ones(9).as_strided((3, 2), (2, 3)), "may be the same memory"),  # interleaved
         (torch.ones(3).to_sparse(), "buffer 'odd' .*sparse.*to_dense"),
+        (nested(), "buffer 'odd' .* nested.*to_padded_tensor"),
+        (torch.ones(3).to(torch.float8_e5m2), "buffer 'odd' .*8 bits.*bfloat16"),
+        (nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn)), "parameter 'odd' .*8 bits"),
     ],
 )
 def test_tensors_that_cannot_be_written_are_refused(tensor: torch.Tensor, why: str) -> None:
@@ -125,6 +142,29 @@ def test_other_strides_are_accepted(tensor: torch.Tensor) -> None:
     """Transposed, strided, channels-last and empty tensors can be written in place."""
     require_usable(Holds(tensor))
     require_usable(Holds(nn.Parameter(tensor)))
+
+
+def test_tensors_that_ddp_ignores_are_refused_by_name() -> None:
+    """They differ between the workers, and the strategy would average them."""
+    model = make_model()
+    given = ["0.weight"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, given)
+    with pytest.raises(AttachError, match=r"told to ignore '0\.weight'.*outside of the attached"):
+        offbeat.attach(model, sgd(model), offbeat.BSP())
+
+
+@pytest.mark.parametrize("text", ["bsp", "streaming", "local:period=4", "selsync"])
+def test_a_synchronized_batchnorm_needs_workers_that_step_together(text: str) -> None:
+    """Each of its forward passes is a collective."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    )
+    optimizer, strategy = sgd(model), offbeat.parse_strategy(text)
+    if text == "bsp":
+        offbeat.attach(model, optimizer, strategy).detach()
+        return
+    with pytest.raises(AttachError, match=rf"module '1' is a SyncBatchNorm.*{text}.*BatchNorm"):
+        offbeat.attach(model, optimizer, strategy)
 
 
 def test_attach_inside_inference_mode_is_refused() -> None:

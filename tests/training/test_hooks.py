@@ -20,7 +20,7 @@ from problems import (
     make_model,
     train_step,
 )
-from worlds import run
+from worlds import real, run
 
 
 class TwiceSGD(torch.optim.SGD):
@@ -181,6 +181,51 @@ def test_a_skipped_step_adds_no_weight_to_the_final_mean(text: str, fused: bool)
     assert not torch.equal(first, shared)
     assert torch.equal(end, first)
     assert torch.equal(other, first)
+
+
+class ShardedSGD(torch.optim.SGD):
+    """Gathers its updates in ``step``, as an optimizer that divides its work among workers."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            dist.broadcast(parameter.data, 0)
+
+
+def sharded_optimizer(rank: int, size: int, text: str) -> tuple[list[str], str]:
+    model = make_model(seed=rank)
+    optimizer = ShardedSGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, text)
+    error = error_of(lambda: train_step(model, optimizer, make_batch(rank, 0)))
+    sync.detach()
+    return error
+
+
+def test_an_optimizer_that_communicates_needs_workers_that_step_together() -> None:
+    """Its collectives would otherwise combine models of different workers, or block."""
+    for kinds, text in real(sharded_optimizer, "local:period=4", workers=2):
+        assert kinds[0] == "AttachError"
+        assert "ShardedSGD (or its closure) communicates in its step" in text
+    assert real(sharded_optimizer, "bsp", workers=2) == [([], "nothing was raised")] * 2
+
+
+def unknown_scaler(rank: int, size: int, enabled: bool) -> tuple[list[str], str]:
+    model = make_model(seed=rank, dtype=torch.float32)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    sync = attach(model, optimizer, "local:period=2")
+    scaler.scale(loss_of(model, make_batch(rank, 0, dtype=torch.float32))).backward()
+    error = error_of(lambda: scaler.step(optimizer))
+    sync.detach()
+    return error
+
+
+def test_a_scaler_that_attach_does_not_know_is_refused_at_its_first_step() -> None:
+    """The workers would skip different steps without counting them."""
+    for kinds, text in run(unknown_scaler, True, workers=2):
+        assert kinds[0] == "AttachError"
+        assert "attach(..., scaler=scaler)" in text
+    assert run(unknown_scaler, False, workers=2) == [([], "nothing was raised")] * 2
 
 
 def shared_scaler(rank: int, size: int, first: int) -> Any:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from loops import attach, close, error_of, sgd, start
+from loops import Quick, attach, close, error_of, sgd, start
 from offbeat.simulate import DeadlockError
 from problems import (
     PARAMETERS,
@@ -84,6 +84,82 @@ def test_other_collectives_belong_inside_a_consensus() -> None:
     assert real(barrier, True, workers=2) == [2, 12]
     with pytest.raises(DeadlockError, match=r"dist\.barrier"):
         simulated(barrier, False, workers=2)
+
+
+def means(rank: int, size: int, text: str) -> dict[str, Any]:
+    """Rank 1 takes ten more steps than rank 0, and a part may be two steps old."""
+    model = make_model(seed=rank, dtype=torch.float32)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text)
+    for step in range([2, 12][rank]):
+        train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
+    own = flat(model)
+    seen: dict[str, Any] = {"number": sync.mean(rank + 0.5), "integer": sync.mean(rank)}
+    seen["tensor"] = sync.mean(torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16) * (rank + 1))
+    seen["counts"] = sync.mean(torch.tensor(rank))
+    assert text != "local:period=100" or torch.equal(flat(model), own), "no mean of the models"
+    with sync.consensus():
+        seen["inside"] = sync.mean(float(rank))
+    seen["complex"] = error_of(lambda: sync.mean(torch.tensor(1j)))
+    seen["text"] = error_of(lambda: sync.mean("1"))
+    seen["sizes"] = error_of(lambda: sync.mean(torch.ones(rank + 1)))
+    sync.detach()
+    seen["after"] = error_of(lambda: sync.mean(1.0))
+    return seen
+
+
+@pytest.mark.parametrize("text", ["streaming:staleness=2,parts=1", "bsp", "local:period=100"])
+def test_a_mean_of_numbers_answers_the_workers_that_still_train(text: str) -> None:
+    """Another collective in its place would deadlock, as a test below shows."""
+    for seen in run(means, text, workers=2):
+        assert (seen["number"], seen["integer"], seen["inside"]) == (1.0, 0.5, 0.5)
+        assert torch.equal(seen["tensor"], torch.tensor([[1.5, 3.0]], dtype=torch.bfloat16))
+        assert torch.equal(seen["counts"], torch.tensor(0.5))
+        assert "TypeError" in seen["complex"][0]
+        assert "TypeError" in seen["text"][0]
+        assert "MismatchError" in seen["sizes"][0]
+        assert "rank 1 has 2 numbers in mean(), and rank 0 has 1" in seen["sizes"][1]
+        assert "mean() after finish() or detach()" in seen["after"][1]
+
+
+def evaluated(rank: int, size: int) -> bool:
+    model, optimizer, sync = start(rank, offbeat.LocalSGD(period=100))
+    weights = sync.consensus()(lambda: flat(model))
+    same = True
+    for step in range(2):
+        train_step(model, optimizer, make_batch(rank, step))
+        own = flat(model)
+        close(weights(), sync.mean(own))
+        same = same and torch.equal(flat(model), own)
+    sync.finish()
+    return same
+
+
+def test_a_consensus_is_a_decorator() -> None:
+    """Every call of the function enters a consensus of its own."""
+    assert run(evaluated, workers=2) == [True, True]
+
+
+def bare_collective(rank: int, size: int) -> str:
+    """Rank 0 waits in an all-reduce of its own, and rank 1 still takes steps."""
+    model = make_model(seed=rank, dtype=torch.float32)
+    strategy = "streaming:staleness=2,parts=1"
+    sync = attach(model, optimizer := sgd(model), strategy, group=Quick(), timeout_seconds=2)
+    for step in range([2, 40][rank]):
+        batch = make_batch(rank, step, dtype=torch.float32)
+        _, text = error_of(lambda b=batch: train_step(model, optimizer, b))  # type: ignore[misc]
+        if text != "nothing was raised":
+            break
+    dist.all_reduce(torch.ones(1))
+    sync.detach()
+    return text
+
+
+def test_the_time_out_names_a_collective_outside_of_a_consensus() -> None:
+    """And what to use instead."""
+    _, text = real(bare_collective, workers=2)
+    assert "no answer from rank 0" in text
+    assert "outside of sync.consensus() (use sync.mean(), or call it inside)" in text
 
 
 def misuse(rank: int, size: int) -> dict[str, tuple[list[str], str]]:

@@ -115,7 +115,7 @@ class _GradientBucket:
             gradient = parameter.grad
             if layout == _NONE:
                 continue
-            if gradient is None or gradient.is_sparse:
+            if gradient is None or gradient.is_sparse or _is_expanded(gradient):
                 gradient = torch.empty_like(parameter)
             numbers = as_real(gradient.detach())
             torch.mul(part.view(numbers.shape), 1 / divisor, out=numbers)
@@ -128,6 +128,11 @@ def _to_sparse(dense: Tensor) -> Tensor:
     rows = dense.reshape(len(dense), -1).any(1).nonzero().t()
     values, size = dense[rows[0]], dense.shape
     return torch.sparse_coo_tensor(rows, values, size, is_coalesced=True, check_invariants=False)
+
+
+def _is_expanded(gradient: Tensor) -> bool:
+    """Return True if several elements have the same address, so that they cannot be written."""
+    return not gradient.is_contiguous() and 0 in gradient.stride()
 
 
 def _layout(gradient: Tensor | None) -> float:

@@ -73,13 +73,18 @@ class VoteCheck:
         found = [rank for rank, vote in enumerate(votes) if int(vote.call) & _ALONE]
         if found:
             first = votes[found[0]]
+            same_step = not first.is_in("mean()")
             # A worker may still take the steps that lead to its own call at the same step.
             others = [
                 rank
                 for rank, vote in enumerate(votes)
-                if (vote.step > first.step if vote.stepping else vote.call != first.call)
+                if (
+                    same_step and vote.step > first.step
+                    if vote.stepping
+                    else vote.call != first.call
+                )
             ]
-            advice = "all workers call the same methods at the same step"
+            advice = f"all workers call the same methods{' at the same step' * same_step}"
         else:
             found = [rank for rank, vote in enumerate(votes) if vote.stepping][:1]
             others = [
@@ -175,8 +180,8 @@ class WaitingWarning:
         while self._next_seconds <= seconds:
             self._next_seconds *= 2
         logger.warning(
-            "rank %d has waited in consensus() or offbeat.save() for %.0f s; the other workers "
-            "have taken %d steps since. Every rank must call it, not only rank %d: see "
+            "rank %d has waited in consensus(), mean() or offbeat.save() for %.0f s; the other "
+            "workers have taken %d steps since. Every rank must call it, not only rank %d: see "
             '"Coming from DDP" in the documentation',
             worker.rank,
             seconds,

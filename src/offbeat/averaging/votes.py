@@ -17,9 +17,10 @@ CALLS = {
     "offbeat.load()": 8,
     "state_dict()": 16,
     "load_state_dict()": 32,
+    "mean()": 64,
 }
 """Public calls that wait for all workers. Each has a bit in ``Vote.call``."""
-ALSO = 64  # a further bit of ``Vote.call``
+ALSO = 128  # a further bit of ``Vote.call``
 
 
 class Vote(NamedTuple):

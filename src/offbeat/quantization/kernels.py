@@ -7,10 +7,12 @@ The *shared model P* is a copy of the model that must have the same bits on all 
 ``land`` and ``decode`` give the same bits as these, so only some of the workers may have numba.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+logger = logging.getLogger("offbeat")
 Floats = NDArray[np.float32]
 Rows = NDArray[np.uint8]
 """Two dimensions."""
@@ -259,14 +262,27 @@ class Kernels:
 def kernels() -> Kernels | None:
     """Return the compiled functions. None if numba is missing or ``OFFBEAT_KERNELS=0`` is set.
 
-    Compiling takes some seconds. The compiled code is stored on disk if possible.
+    Also None, with a warning, if numba cannot be imported or cannot compile. For example, its
+    import fails if the script has replaced ``builtins.print``. Compiling takes some seconds. The
+    compiled code is stored on disk if possible.
     """
-    if os.environ.get("OFFBEAT_KERNELS") == "0":
+    if os.environ.get("OFFBEAT_KERNELS") == "0" or find_spec("numba") is None:
         return None
     try:
-        import numba
-    except ImportError:
+        return _compiled_kernels()
+    except Exception as error:
+        logger.warning(
+            "numba fails (%s: %s), so slower torch operations quantize the messages: import numba "
+            "at the top of the script, or set OFFBEAT_KERNELS=0",
+            type(error).__name__,
+            str(error).partition("\n")[0],
+        )
         return None
+
+
+def _compiled_kernels() -> Kernels:
+    import numba
+
     floats, rows, number = numba.float32[::1], numba.uint8[:, ::1], numba.float64
     codec_signature = numba.void(floats, rows, numba.int64, numba.boolean)
     land_signature = numba.void(

@@ -158,7 +158,8 @@ class Components:
                 factor = StepFactor(each.optimizer, correction.factors, correction.stepped)
             elif isinstance(each.optimizer, SGD):
                 factor = StepFactor(each.optimizer, sgd_factor)
-            self.hooks += hook_optimizer(each, self.iteration, factor)
+            scaled = self.worker.scaled
+            self.hooks += hook_optimizer(each, self.iteration, factor, scaled=scaled)
 
     def _completed(self, synced: bool) -> None:
         """Update the totals after an iteration. ``synced``: a mean has changed the model in it."""

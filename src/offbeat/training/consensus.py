@@ -14,12 +14,19 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from offbeat.averaging import Replica, Worker
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.votes import Round
-from offbeat.errors import AttachError, CheckpointError, CommunicationError, EndedError
+from offbeat.errors import (
+    AttachError,
+    CheckpointError,
+    CommunicationError,
+    EndedError,
+    MismatchError,
+)
 from offbeat.nodes.shards import Shards
 from offbeat.training.checks.comparison import (
     checksum,
@@ -99,6 +106,34 @@ class Consensus:
                 f"parameter {replaced[0]!r} of the model was replaced or converted to another "
                 "dtype after attach(), so it is no longer synchronized: detach() and attach again"
             )
+
+    # -- means of numbers ------------------------------------------------------------------------
+
+    def mean(self, numbers: Tensor) -> Tensor:
+        """Return the mean over all workers of ``numbers``, a float64 tensor. A collective. Blocks.
+
+        Inside a consensus the workers do not train, so that there is no barrier.
+        """
+        return self._retry(lambda: self._mean(numbers))
+
+    def _mean(self, numbers: Tensor) -> Tensor:
+        shown, everyone = self._iteration.shows_consensus, self._worker.team.everyone
+        if not shown:
+            self._wait_for_all("mean()")
+        elif not self.complete:
+            raise MismatchError(
+                f"rank {everyone.rank}: mean() after another worker has called finish(): call "
+                "mean() equally often on every rank"
+            )
+        rows = everyone.gather_bytes(numbers.numpy().tobytes(), what="mean()")
+        for rank, row in enumerate(rows):
+            if len(row) != len(rows[0]):
+                raise MismatchError(
+                    f"rank {rank} has {len(row) // 8} numbers in mean(), and rank 0 has "
+                    f"{len(rows[0]) // 8}: give a value of the same shape on every rank"
+                )
+        received = [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in rows]
+        return torch.stack(received).mean(0).reshape(numbers.shape)
 
     # -- consensus -------------------------------------------------------------------------------
 

@@ -1,9 +1,13 @@
 """Hooks on the user's optimizers and GradScaler, which report each step to ``Iteration``."""
 
+import contextlib
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from offbeat.averaging import AttachedOptimizer
@@ -11,6 +15,8 @@ from offbeat.errors import AttachError
 from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.step_factor import StepFactor
 from offbeat.training.optimizers import enable_step_hooks, inner_optimizers
+
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
 class Removable(Protocol):
@@ -21,20 +27,30 @@ class Removable(Protocol):
 
 
 def hook_optimizer(
-    attached: AttachedOptimizer, iteration: Iteration, factor: StepFactor | None
+    attached: AttachedOptimizer,
+    iteration: Iteration,
+    factor: StepFactor | None,
+    *,
+    scaled: bool,
 ) -> list[Removable]:
     """Call ``iteration.before_step`` before and ``iteration.complete`` after every optimizer step.
 
     ``factor`` changes the learning rates during the step. In a step with a closure, ``before_step``
     is called after the closure. The hooks raise an AttachError if the optimizer does not call its
     closure exactly once in a step, or if it contains an inner optimizer that steps outside of
-    ``optimizer.step``.
+    ``optimizer.step``. In the first step, they also raise it if the optimizer communicates while
+    the workers do not step together, or, unless ``scaled`` is set, if a GradScaler takes the step.
     """
     optimizer, index = attached.optimizer, attached.index
     in_step = uncalled = False
+    first, collectives = True, -1  # the number at the begin of the first step
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
-        nonlocal in_step, uncalled
+        nonlocal in_step, uncalled, first, collectives
+        # A step may call the hooked step of its base class.
+        first = first and (collectives < 0 or in_step)
+        if first and not scaled:
+            _require_no_scaler()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         in_step, uncalled, changed = True, closure is not None, None
         if closure is None:
@@ -45,6 +61,8 @@ def hook_optimizer(
             changed = args, {**kwargs, "closure": called_once(closure)}
         if factor is not None:
             factor.apply()
+        if collectives < 0:
+            collectives = _own_collectives()
         return changed
 
     def called_once(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -67,6 +85,12 @@ def hook_optimizer(
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal in_step
         in_step = False
+        if first and not iteration.flow.replicates and _own_collectives() != collectives:
+            raise AttachError(
+                f"{type(optimizer).__name__} (or its closure) communicates in its step, and under "
+                f"{iteration.flow.strategy} the workers do not step together: use an optimizer "
+                "that does not divide its work among the workers, or BSP()"
+            )
         if uncalled:
             raise AttachError(
                 f"{type(optimizer).__name__} took a step without calling its closure, so its "
@@ -98,6 +122,29 @@ def hook_optimizer(
             for inner in inner_optimizers(optimizer)
         ),
     ]
+
+
+def _own_collectives() -> int:
+    """Return how many collectives the script has started in the default process group.
+
+    0 in a group that does not count them. Torch has no public counter.
+    """
+    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return int(group._get_sequence_number_for_group())
+    return 0
+
+
+def _require_no_scaler() -> None:
+    """Raise AttachError if a GradScaler has called the step that is about to begin."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _SCALER_STEP and frame.f_locals["self"].is_enabled():
+            raise AttachError(
+                "a GradScaler takes the steps, and attach() does not know it, so the workers would "
+                "count different steps: attach(..., scaler=scaler)"
+            )
+        frame = frame.f_back
 
 
 class ScalerHooks:

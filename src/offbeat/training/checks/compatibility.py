@@ -116,14 +116,19 @@ def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
 def require_usable(model: nn.Module) -> None:
     """Raise AttachError unless every parameter and buffer can be read and written in place.
 
-    Also raise if ``model`` contains modules of FSDP or an engine of DeepSpeed, or if inference mode
-    is enabled.
+    Also raise if ``model`` contains modules of FSDP or an engine of DeepSpeed or tensors that DDP
+    ignores, or if inference mode is enabled.
     """
     if torch.is_inference_mode_enabled():
         raise AttachError("attach() inside torch.inference_mode(): leave it, nothing trains there")
     for module in model.modules():
         if type(module).__module__.startswith("torch.distributed.fsdp"):
             raise AttachError(f"the model is inside {type(module).__name__}: {_DIVIDED}")
+        if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+            raise AttachError(
+                f"DistributedDataParallel was told to ignore {sorted(ignored)[0]!r}, which Offbeat "
+                "would average: keep what belongs to one worker outside of the attached model"
+            )
         if type(module).__module__.startswith("deepspeed.runtime"):
             raise AttachError(
                 f"the model is inside a {type(module).__name__} of DeepSpeed, which averages "
@@ -134,6 +139,25 @@ def require_usable(model: nn.Module) -> None:
             reason = _unusable(tensor)
             if reason is not None:
                 raise AttachError(f"{kind} {name!r} cannot be synchronized: {reason}")
+
+
+def require_synchronous_layers(model: nn.Module, strategy: Strategy, *, nodes: bool) -> None:
+    """Raise AttachError if ``model`` has a SyncBatchNorm whose workers do not step together.
+
+    Its forward pass is a collective. The workers step together if ``strategy`` averages gradients
+    in every step. With ``nodes`` (``node_group``) those of a node do, too.
+    """
+    averages = strategy.averages()
+    if isinstance(averages, Gradients) and averages.every_step:
+        return
+    for name, module in model.named_modules():
+        inside = nodes and getattr(module, "process_group", None) is not None
+        if isinstance(module, nn.SyncBatchNorm) and not inside:
+            raise AttachError(
+                f"module {name!r} is a SyncBatchNorm, which waits for all workers in each forward "
+                f"pass, and under {strategy} they do not step together: use BatchNorm, whose "
+                "statistics are averaged, or BSP()"
+            )
 
 
 def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
@@ -174,6 +198,14 @@ def _unusable(tensor: Tensor) -> str | None:
         return (
             "it was made inside torch.inference_mode(); build or load the model outside, or "
             "replace it by a clone() made outside"
+        )
+    if tensor.is_nested:
+        return "it is a nested tensor; replace it by its to_padded_tensor()"
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad  # only copied, as bytes
+    if tensor.is_floating_point() and tensor.itemsize == 1 and not frozen:
+        return (
+            f"numbers of 8 bits ({tensor.dtype}) cannot be averaged; keep it in bfloat16, and cast "
+            "it in forward"
         )
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}; replace it by its to_dense()"

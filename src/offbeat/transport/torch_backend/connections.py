@@ -221,9 +221,10 @@ class Connections:
             text += f": lost the connection to {self._lost_first(lost)}"
         elif silent:
             text += (
-                f": no answer from {ranks_text(silent)}, busy elsewhere or stuck, for example in "
-                "another collective, in finish() of another synchronizer, in an evaluation, or "
-                "after steps that attach(..., scaler=scaler) would count"
+                f": no answer from {ranks_text(silent)}, busy elsewhere or stuck, for example in a "
+                "collective of torch.distributed outside of sync.consensus() (use sync.mean(), or "
+                "call it inside), in finish() of another synchronizer, in an evaluation, or after "
+                "steps that attach(..., scaler=scaler) would count"
             )
             # No worker is lost. So the first failure was a time-out, here or on another worker,
             # which then closed its sockets.
