@@ -59,18 +59,17 @@ def draw_times(results: Path, path: Path) -> None:
     """Draw a bar for each method of a results file: the time to the target, and the idle share.
 
     A bar shows the median over the seeds, and a line its range. The hatched part is the time that a
-    worker waits, at the method's median idle share of the whole run.
+    worker waits, at the method's median idle share of the whole run. Methods that did not reach the
+    target with every seed are left out.
     """
-    rows = rows_of(read_results(results))
+    rows = [row for row in rows_of(read_results(results)) if row.seconds_to_target is not None]
     figure, axes = new_figure(8, 2.6, dpi=120)
     for place, (row, colour) in enumerate(
         zip(rows, colours_of([row.name for row in rows]), strict=True)
     ):
-        times = [run.time_to_target_seconds or run.seconds for run in row.runs]
-        middle, idle = (
-            statistics.median(times),
-            statistics.median(run.idle or 0 for run in row.runs),
-        )
+        times = [s for run in row.runs if (s := run.time_to_target_seconds) is not None]
+        middle = statistics.median(times)
+        idle = statistics.median(run.idle or 0 for run in row.runs)
         axes.barh(place, middle * (1 - idle), color=colour)
         axes.barh(
             *(place, middle * idle),
