@@ -1,4 +1,4 @@
-"""The figure of the headline comparison: how long a run takes, and where it ends."""
+"""Figures of comparisons: the headline, and the bars of the README."""
 
 import statistics
 from pathlib import Path
@@ -9,6 +9,8 @@ from benchmarks.race.tables import NAMES, cells_of, differences, runs_of
 from offbeat.extend import new_figure
 from offbeat_lab.report.intervals import interval_of
 from offbeat_lab.report.plots import colours_of
+from offbeat_lab.report.rows import rows_of
+from offbeat_lab.results import read_results
 
 
 def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:
@@ -50,4 +52,40 @@ def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:
         axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", frameon=False, ncols=4)
+    figure.savefig(path)
+
+
+def draw_times(results: Path, path: Path) -> None:
+    """Draw a bar for each method of a results file: the time to the target, and the idle share.
+
+    A bar shows the median over the seeds, and a line its range. The hatched part is the time that a
+    worker waits, at the method's median idle share of the whole run. Methods that did not reach the
+    target with every seed are left out.
+    """
+    rows = [row for row in rows_of(read_results(results)) if row.seconds_to_target is not None]
+    figure, axes = new_figure(8, 2.6, dpi=120)
+    for place, (row, colour) in enumerate(
+        zip(rows, colours_of([row.name for row in rows]), strict=True)
+    ):
+        times = [s for run in row.runs if (s := run.time_to_target_seconds) is not None]
+        middle = statistics.median(times)
+        idle = statistics.median(run.idle or 0 for run in row.runs)
+        axes.barh(place, middle * (1 - idle), color=colour)
+        axes.barh(
+            *(place, middle * idle),
+            left=middle * (1 - idle),
+            color="white",
+            edgecolor=colour,
+            hatch="////",
+        )
+        axes.plot([min(times), max(times)], [place, place], color="0.2", linewidth=1.5)
+        text = f"{middle:.1f} s" + (f", idle {idle:.0%}" if idle else "")
+        axes.annotate(text, (max(times), place), (5, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(right=1.2 * axes.get_xlim()[1])
+    axes.set_xlabel(
+        f"seconds to {rows[0].runs[0].metric} {rows[0].runs[0].target:g}; hatched: waiting"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

@@ -9,7 +9,7 @@ imports torch and other slow modules only inside its methods.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +27,12 @@ MOST_WORKERS = 1000
 LEASED = "leased"
 """Value of ``Job.partition`` with which faster workers take more of the data."""
 MOST_SEED = 4_000_000  # worker r uses the seed 1000 · seed + r, which must fit into 32 bits
+
+
+def _recipes() -> Iterable[str]:
+    from offbeat_lab.recipes import RECIPES
+
+    return RECIPES
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Job:
     recipe: str = option(
         Panel.TRAINED,
         "A name in `offbeat recipes`, or path/to/file.py.",
+        names=_recipes,
         default=dataclasses.MISSING,
     )
     strategy: str = "streaming"

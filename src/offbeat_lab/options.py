@@ -1,6 +1,7 @@
 """Options of the command line, declared as fields of a dataclass such as ``Job``."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -32,6 +33,7 @@ class Option:
         metavar: Placeholder of the value in the help. Empty: the type of the value.
         unset: Text that the help shows in place of a default that is None.
         is_path: True if the value is a path.
+        names: Function that returns the names to complete in a shell. None: as the type has it.
     """
 
     panel: Panel
@@ -40,6 +42,7 @@ class Option:
     metavar: str = ""
     unset: str = ""
     is_path: bool = False
+    names: Callable[[], Iterable[str]] | None = None
 
     def flag(self, name: str) -> str:
         """Return the long flag of the field ``name``."""
@@ -54,6 +57,7 @@ def option(
     metavar: str = "",
     unset: str = "",
     is_path: bool = False,
+    names: Callable[[], Iterable[str]] | None = None,
     least: int | None = None,
     above: float | None = None,
 ) -> Any:
@@ -62,7 +66,7 @@ def option(
     The arguments are the attributes of ``Option``, the default, and the range of the value:
     ``least`` ≤ value, ``above`` < value.
     """
-    declared = Option(panel, help, flags, metavar, unset, is_path)
+    declared = Option(panel, help, flags, metavar, unset, is_path, names)
     metadata: dict[str, Any] = {"option": declared}
     if flags:
         metadata["label"] = flags[0].removeprefix("--")

@@ -81,16 +81,28 @@ print(json.dumps([answers, "torch" in sys.modules]))
 
 def test_the_shell_completes_without_torch() -> None:
     """Commands, options, and the values of options that have few."""
-    offered = {
+    offered: dict[str, list[str]] = {
         "offbeat s": ["store", "strategies"],
         "offbeat compare digits --wi": ["--wire"],
         "offbeat compare digits --wire int": ["int8", "int4", "int2"],
+        "offbeat compare digits -s s": ["selsync", "streaming"],
+        "offbeat plan --strategy b": ["bsp"],
     }
+    assert completed(*offered) == [[*offered.values()], False]
+
+
+def test_the_shell_completes_recipes() -> None:
+    """Their modules import torch."""
+    assert completed("offbeat compare di") == [[["digits"]], True]
+
+
+def completed(*lines: str) -> Any:
+    """Return the words that a shell offers at the end of each line, and whether it took torch."""
     code, out, err = ended(
-        sys.executable, "-c", COMPLETE.replace("sys.argv[1]", repr(json.dumps([*offered])))
+        sys.executable, "-c", COMPLETE.replace("sys.argv[1]", repr(json.dumps(lines)))
     )
     assert (code, err) == (0, "")
-    assert json.loads(out) == [[*offered.values()], False]
+    return json.loads(out)
 
 
 def test_compare_has_at_most_30_options() -> None:

@@ -28,6 +28,7 @@ from cli.commands import (
     until,
     workers_writing,
 )
+from offbeat.cli import INTERRUPTED
 from offbeat_lab.cli import progress, runs
 from offbeat_lab.events import Event, Step
 from offbeat_lab.launch.cluster import Cluster, run_cleanup
@@ -190,7 +191,7 @@ def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> N
         out, err = process.communicate(timeout=LIMIT)
         assert not [pid for pid in pids.values() if alive(pid)]
     assert process.returncode == 128 + number
-    assert plain(err) == "interrupted; all workers have been ended\n"
+    assert plain(err) == f"{INTERRUPTED}\n"
     assert "Traceback" not in out
     assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
 
@@ -233,7 +234,7 @@ def test_a_signal_while_links_are_shaped_leaves_no_namespace(
         code, _, err = call("compare", "digits", "--workers", "4", "--bandwidth", "1Gbit/s")
     assert len(made) == 4, "the switch and three nodes"
     assert not offbeat_namespaces(os.getpid())
-    assert (code, err) == (128 + number, "interrupted; all workers have been ended\n")
+    assert (code, err) == (128 + number, f"{INTERRUPTED}\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -262,12 +263,14 @@ cli.main()
     ("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)]
 )
 def test_a_second_signal_ends_at_once(first: signal.Signals, second: signal.Signals) -> None:
-    """Cleanup may take long."""
+    """Cleanup may take long. The first signal is answered before."""
     with started(sys.executable, "-c", STUBBORN) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         for line, number in (("at work\n", first), ("cleaning up\n", second)):
             assert process.stdout.readline() == line
             process.send_signal(number)
+        assert process.stderr.readline() == f"{INTERRUPTED}\n"
         process.wait(timeout=LIMIT)  # both sleeps take longer
     assert process.returncode == 128 + second
 
@@ -339,7 +342,7 @@ def test_ctrl_c_ends_a_simulation() -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 130
-    assert err == "interrupted; all workers have been ended\n"
+    assert err == f"{INTERRUPTED}\n"
     assert "Traceback" not in out
 
 

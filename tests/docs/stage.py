@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
@@ -25,7 +24,6 @@ IMPORTS = {
     **MODULES,
     "DataLoader": DataLoader,
     "DistributedDataParallel": DistributedDataParallel,
-    "get_ema_multi_avg_fn": get_ema_multi_avg_fn,
 }
 
 Space = dict[str, Any]

@@ -5,6 +5,7 @@ simulates, and what uses that, runs once for all of them.
 """
 
 import ast
+import builtins
 import importlib
 import inspect
 import io
@@ -36,6 +37,38 @@ def names(code: str, context: type[ast.expr_context]) -> set[str]:
     """Those that the code loads, or stores."""
     found = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name))
     return {node.id for node in found if isinstance(node.ctx, context)}
+
+
+# The first page of the documentation says which names the blocks take for granted. The others are
+# the rest of an ordinary script.
+GRANTED = {
+    *("model", "optimizer", "loss_fn", "loader", "dataset", "dist", "torch", "offbeat", "nn", "np"),
+    *("x", "y", "sync", "sampler", "scheduler", "scaler", "evaluate", "validation", "module"),
+    *("DataLoader", "DistributedDataParallel"),
+}
+
+
+def defined(code: str) -> set[str]:
+    """Names that the code stores, imports, or has as functions, classes and arguments."""
+    found = names(code, ast.Store)
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("page", sorted({one.page for one in BLOCKS}))
+def test_a_page_defines_the_names_that_it_uses(page: str) -> None:
+    """In the same block or one before it, except for names that every script has."""
+    known = GRANTED | {*dir(builtins)}
+    for block in blocks_of(page):
+        if block.language == "python":
+            known |= defined(block.code)
+            assert names(block.code, ast.Load) - known == set(), f"{page}:{block.line}"
 
 
 def split(blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:

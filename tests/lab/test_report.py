@@ -358,3 +358,14 @@ def test_plot_draws_every_strategy(drawn: list[Any], tmp_path: Path, recipe: str
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bsp", "async"]
     assert axes.get_ylabel() == runs[0].metric
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+
+
+def test_a_sentence_says_who_was_first() -> None:
+    """The ideal does not count. Settings that are not given are not shown."""
+    late, early = make("bsp", [(1, 0.5), (9, 0.99)]), make("local:period=2", [(1, 0.5), (3, 0.99)])
+    text = html.unescape(report.page([make("ideal", [(1, 0.99)]), late, early]))
+    assert re.search(
+        r"<p>local:period=2 reached .* first, in 3\.0 s; the last was bsp, in 9\.0 s", text
+    )
+    assert "null" not in text
+    assert "No method reached" in report.page([make("bsp", [(1, 0.1), (2, 0.2)])])

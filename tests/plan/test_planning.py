@@ -90,6 +90,17 @@ def test_the_pages_show_the_same_rule(page: str) -> None:
         assert row in texts(plan(**CASE))
 
 
+def test_the_readme_shows_s() -> None:
+    """For models, links and steps as a user knows them; the measured limit is that of the code."""
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    cases = re.findall(r"(\d+) for (\d+[MB]) (?:parameters )?at (\d+ Gbit/s) and ([\d.]+ s)", text)
+    assert len(cases) == 4
+    for shown, parameters, bandwidth, step_time in cases:
+        result = plan(parameters=parameters, bandwidth=bandwidth, step_time=step_time, workers=8)
+        assert f"{result.send_steps:.0f}" == shown
+    assert f"was measured up to {formulas.MEASURED_SEND_STEPS:g}." in text
+
+
 # -- the measured range ----------------------------------------------------------------------------
 
 

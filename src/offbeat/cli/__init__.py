@@ -4,6 +4,7 @@ The commands are declared in ``commands.py``. If the extra ``lab`` is installed,
 (``offbeat_lab``) adds its commands.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -44,7 +45,7 @@ for command in commands:
     settings = {**_HELP_FLAGS, "allow_interspersed_args": interspersed}
     app.command(cls=Command, context_settings=settings)(command)
 
-INTERRUPTED = "interrupted; all workers have been ended"
+INTERRUPTED = "interrupted: the run ends; a second signal ends it at once"
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,8 +70,8 @@ def main() -> None:
     Exit code: 0 for success, 1 for a failed run, 2 for wrong arguments, 130 for Ctrl-C, 143 for
     SIGTERM.
 
-    The first Ctrl-C or SIGTERM ends the run in an orderly way: all workers end, and the network
-    namespaces of ``--bandwidth`` are removed.
+    The first Ctrl-C or SIGTERM is answered at once. It ends the run in an orderly way: all workers
+    end, and the network namespaces of ``--bandwidth`` are removed. This can take seconds.
 
     A second signal ends this process at once. On Linux the kernel then ends the workers. The next
     run with ``--bandwidth`` removes the namespaces that are left.
@@ -83,6 +84,8 @@ def main() -> None:
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         for handled_number in handled:
             signal.signal(handled_number, _exit_at_once)
+        with contextlib.suppress(OSError, RuntimeError):  # it may have interrupted a write
+            sys.stderr.write(f"{INTERRUPTED}\n")
         raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
 
     for number in handled:
@@ -96,9 +99,9 @@ def _run() -> NoReturn:
     try:
         status = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
-        _fail(INTERRUPTED, 130)
+        raise SystemExit(130) from None
     except _Terminated:
-        _fail(INTERRUPTED, 143)
+        raise SystemExit(143) from None
     except OffbeatError as error:
         _fail(f"error: {error}", 1)
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
@@ -116,9 +119,7 @@ def _run() -> NoReturn:
         if not format_message():  # without a command, typer has printed the help
             raise SystemExit(2) from None
         _fail(f"error: {format_message()}", 2)
-    if status == 130:  # typer has caught Ctrl-C and returned this status
-        _fail(INTERRUPTED, 130)
-    raise SystemExit(status)
+    raise SystemExit(status)  # typer catches Ctrl-C and returns 130
 
 
 class _Terminated(BaseException):

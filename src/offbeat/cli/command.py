@@ -1,11 +1,13 @@
 """How commands are declared, those of the laboratory included."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec
 
 import typer.core
+
+from offbeat.strategies.registry import STRATEGIES
 
 Options = ParamSpec("Options")
 
@@ -30,6 +32,11 @@ def implemented_in(module: str) -> Callable[[Callable[Options, None]], Callable[
         return command
 
     return decorate
+
+
+def complete_strategy(incomplete: str) -> Iterable[str]:
+    """Return the names of strategies that begin with ``incomplete``, for the shell."""
+    return [name for name in STRATEGIES if name.startswith(incomplete)]
 
 
 class Command(typer.core.TyperCommand):

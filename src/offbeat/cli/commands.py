@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from offbeat.cli.command import implemented_in
+from offbeat.cli.command import complete_strategy, implemented_in
 
 
 @implemented_in("offbeat.cli.plan")
@@ -23,6 +23,7 @@ def plan(
             "--strategy",
             "-s",
             metavar="METHOD",
+            autocompletion=complete_strategy,
             help="Strategy, as in 'bsp --wire int4', instead of the default ones; repeatable.",
         ),
     ] = None,
@@ -86,7 +87,10 @@ def run(
 ) -> None:
     """Run a script on several workers, and restart a worker that fails while the others train.
 
-    The script calls `offbeat.attach`. One written for torchrun runs unchanged.
+    The script calls `offbeat.attach`. One written for torchrun needs a change:
+    torch.distributed has one worker here, rank 0 of 1, so a DistributedSampler
+    gives each worker all data. Use offbeat.data.LeasedSampler, and sync.rank
+    and sync.size.
 
     [bold]Examples[/bold]
 

@@ -7,7 +7,7 @@ A command is declared as a function such as ``f(job: Job, options: CompareOption
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass
 from functools import wraps
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from offbeat.extend import types_of
+from offbeat.extend import STRATEGIES, types_of
 from offbeat_lab.job import Job
 from offbeat_lab.options import Panel, option, option_of
 
@@ -33,6 +33,7 @@ class CompareOptions:
         "--strategy",
         "-s",
         metavar="METHOD",
+        names=lambda: STRATEGIES,
         unset=Job.strategy,
     )
     tune: int | None = option(
@@ -107,20 +108,26 @@ def _panel_number(parameter: inspect.Parameter) -> int:
     return [*Panel].index(panel) if panel in [*Panel] else -1
 
 
+def _completion(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
+
+
 def _options_of(kind: Any) -> Iterator[inspect.Parameter]:
     """Yield a parameter for typer from each field declared with ``option``."""
     for field in dataclasses.fields(kind):
         declared = option_of(field)
         if declared is None:
             continue
+        complete = None if declared.names is None else _completion(declared.names)
         required = field.default is MISSING
         if required:
-            shown = typer.Argument(help=declared.help)
+            shown = typer.Argument(help=declared.help, autocompletion=complete)
         else:
             shown = typer.Option(
                 *declared.flags,
                 help=declared.help,
                 metavar=declared.metavar or None,
+                autocompletion=complete,
                 rich_help_panel=declared.panel,
                 show_default=declared.unset or True,
             )

@@ -78,7 +78,10 @@ class Cluster:
     def __enter__(self) -> Self:
         reason = self.why_not()
         if reason is not None:
-            raise OffbeatError(f"no shaped links here: {reason}")
+            raise OffbeatError(
+                f"no shaped links here: {reason}; simulate them with --simulate, or leave out "
+                "--bandwidth"
+            )
         remove_leftovers()
         try:
             self._build()

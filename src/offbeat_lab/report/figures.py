@@ -54,6 +54,9 @@ def _draw_curves(axes: Any, results: Sequence[Result]) -> None:
         if best > first.target - 0.25:
             axes.set_ylim(bottom=max(worst - 0.02, first.target - 0.25))
     axes.set_xlim(left=0)
+    reached = [row.seconds_to_target for row in rows]
+    if all(reached):  # the rest of the runs is flat
+        axes.set_xlim(right=min(axes.get_xlim()[1], 1.5 * max(filter(None, reached))))
     axes.set_xlabel("training seconds" + (" (simulated)" if first.simulated else ""))
     axes.set_ylabel(first.metric)
     axes.grid(alpha=0.25)

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from offbeat_lab.report.comparisons import other_tables
 from offbeat_lab.report.figures import plot
-from offbeat_lab.report.tables import notes, other_metrics, table
+from offbeat_lab.report.tables import notes, other_metrics, table, winner
 from offbeat_lab.results import Result, public_job
 from offbeat_lab.tuning import without_trials
 
@@ -22,7 +22,7 @@ def page(results: Sequence[Result]) -> str:
     jobs = [public_job(run.job) for run in results]
     names = ("link", "machine", "simulated", "target", "metric", "model_bytes")
     shared = {k: v for k, v in jobs[0].items() if all(job[k] == v for job in jobs)}
-    common = {"job": shared, **{name: getattr(first, name) for name in names}}
+    common = {"job": _known(shared), **_known({name: getattr(first, name) for name in names})}
     differing: dict[str, list[str]] = {}  # JSON lines of the settings that differ, by label
     for run, job in zip(results, jobs, strict=True):
         own = {name: value for name, value in job.items() if name not in shared}
@@ -37,6 +37,7 @@ def page(results: Sequence[Result]) -> str:
         .render(
             title=f"{first.job.recipe}: methods compared",
             caption=main.caption,
+            winner=winner(results),
             heading=f"{first.metric} against seconds".capitalize(),
             figure=base64.b64encode(figure.getvalue()).decode(),
             table=main,
@@ -50,3 +51,8 @@ def page(results: Sequence[Result]) -> str:
         )
     )
     return text
+
+
+def _known(values: dict[str, object]) -> dict[str, object]:
+    """Return the settings and figures that are given."""
+    return {name: value for name, value in values.items() if value is not None}

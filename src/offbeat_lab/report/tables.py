@@ -69,7 +69,7 @@ def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
                 _final(runs, ranges),
                 spread([run.seconds for run in runs], ".1f", ranges, " s"),
                 spread(lssr, ".2f", ranges),
-                _sent(runs),
+                "-" if row.is_ideal else _sent(runs),
                 spread(idle, ".0f", ranges, " %"),
             )
         )
@@ -132,6 +132,19 @@ def _final(runs: Sequence[Result], ranges: bool) -> str:
 def _sent(runs: Sequence[Result]) -> str:
     known = [run.payload_bytes for run in runs if run.payload_bytes is not None]
     return show_bytes(statistics.median(known)) if known else "-"
+
+
+def winner(results: Sequence[Result]) -> str:
+    """Return a sentence that says which method reached the target first; the ideal is left out."""
+    rows = [row for row in rows_of(results) if not row.is_ideal]
+    target = f"{results[0].metric} {results[0].target:g}"
+    times = sorted((row.seconds_to_target, row.name) for row in rows if row.seconds_to_target)
+    if not times:
+        return f"No method reached {target} with every seed."
+    first = f"{times[0][1]} reached {target} first, in {times[0][0]:.1f} s"
+    if len(times) == 1:
+        return f"{first}."
+    return f"{first}; the last was {times[-1][1]}, in {times[-1][0]:.1f} s (medians)."
 
 
 def has_ideal(results: Sequence[Result]) -> bool:
