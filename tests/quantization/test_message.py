@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.message import ExactMessage, Message, QuantizedMessage, Section, Stream
-from offbeat.quantization.wire import Wire
+from offbeat.quantization.wire import Precision, Wire
 from offbeat.transport.team import Team
 from quantization.rounding import most, values
 from quantization.wires import every_world, simulated
@@ -27,7 +27,7 @@ LENGTHS = [700, 5, 1300, 3 * BLOCK, 1, 2900]
 BLOCKS = [2, 1, 3, 3, 1, 6]
 FEEDBACK = 3  # the section whose stream also keeps the errors of the first stage
 BLOCK_BYTES = {"int8": 516, "int4": 260, "int2": 108, "bfloat16": 1024}
-MESSAGES: list[tuple[str | None, tuple[int, ...]]] = [
+MESSAGES: list[tuple[Precision | None, tuple[int, ...]]] = [
     ("int4", (0, 1, 2)),
     ("int2", (0, 1, 2)),
     ("int4", ()),
@@ -56,7 +56,7 @@ def make_streams(workers: int, stages: int = 2) -> list[Stream]:
 def exchange(
     wire: Wire,
     team: Team,
-    precision: str | None,
+    precision: Precision | None,
     streams: list[Stream],
     update: list[Tensor],
     *,
@@ -73,7 +73,8 @@ def exchange(
     sections = [Section(each, 0, each.elements) for each in streams]
     message: Message = ExactMessage(team, sections, "a message", keep=True)
     if precision is not None:
-        message = QuantizedMessage(wire, precision, sections, "a message", vote=2)
+        wire.precision = precision
+        message = QuantizedMessage(wire, sections, "a message", vote=2)
     for index, numbers in enumerate(update):
         for k, piece in enumerate(numbers.split(blocks * BLOCK)):
             if contribute or streams[index].residual is None:

@@ -40,7 +40,7 @@ def start_sum(wire: Wire, x: Tensor, what: str = "a sum") -> Handle[Tensor]:
     """Start to replace ``x`` by its quantized sum over the workers, in two stages."""
     stream = Stream(x.numel(), x.dtype, x.device)
     stream.make_errors(wire.team.size)
-    message = QuantizedMessage(wire, wire.precision, [Section(stream, 0, x.numel())], what)
+    message = QuantizedMessage(wire, [Section(stream, 0, x.numel())], what)
     message.write(0, 0, x)
 
     def read(_: object) -> Tensor:

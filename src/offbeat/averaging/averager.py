@@ -263,7 +263,7 @@ class Averager(Flow):
         worker = self.worker
         if self.precision is None:
             return ExactMessage(worker.team, sections, what, keep=not self.shared.blocking)
-        return QuantizedMessage(worker.wire, self.precision, sections, what, vote=self.vote_length)
+        return QuantizedMessage(worker.wire, sections, what, vote=self.vote_length)
 
     def check_launch(self, flight: Flight) -> bool:
         """Return False if a launch contains NaN or infinity, on any shard of the model.
@@ -409,10 +409,6 @@ class Averager(Flow):
         if worker.size == 1:
             return
         what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
-        if final and self.precision not in (None, "bfloat16"):
-            self._average_residuals(what)
-            worker.exact_mean.average_buffers(1.0, worker.size, what=what)
-            return
         worker.exact_mean.consensus(*self.consensus_weights(last), final=final, what=what)
 
     def consensus_weights(self, last: Round) -> tuple[float, float]:
@@ -421,27 +417,6 @@ class Averager(Flow):
             # x − P may contain earlier changes even on a worker without new steps.
             return 1.0, float(self.worker.size)
         return last.own.weight, last.wait().weight
-
-    def _average_residuals(self, what: str) -> None:
-        """x ← P ← P + mean(x − P), where x − P is sent in int8.
-
-        int8 is precise enough: its error is small compared to x − P, which is small compared to the
-        model.
-        """
-        worker, size = self.worker, float(self.worker.size)
-        sections, steps = sections_of(self.parts), [Step()] * len(self.parts)
-        message = QuantizedMessage(worker.wire, "int8", [each.section() for each in sections], what)
-        flight = Flight(
-            self.parts, sections, message, 1.0, lambda: size, steps, worker.step, exact=False
-        )
-        for _ in flight.pack(check=False, mark=False):
-            pass
-        message.start(None).wait()  # if a worker is lost now, no part has changed
-        flight.move_and_add(overwrite=False)
-        for space in self.spaces:
-            assert space.P is not None
-            space.x.write(0, space.P)
-        self._share(self.parts)
 
     @override
     def before_save(self) -> None:

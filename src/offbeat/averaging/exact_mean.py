@@ -35,19 +35,21 @@ class ExactMean:
     def __init__(self, team: Team, replica: Replica) -> None:
         # In a node each process sends its copy of the model: a ring then sends no more to other
         # nodes than one process would.
-        self._team, self._copies = team.replica_team, team.copies
+        self._team, self._copies, self._workers = team.replica_team, team.copies, team.size
         self._replica = replica
 
     def consensus(self, weight: float, total: float, *, final: bool, what: str) -> None:
         """Replace the model by the mean, permanently (``final``) or until the caller restores it.
 
-        If ``total`` is 0, only signed integer buffers change.
+        If ``total`` is 0, no worker has new steps, and only the buffers change: a forward pass may
+        have changed them. The workers then have equal weights.
         """
-        if total and not final:
-            self.show(weight, total, what=what)
+        if not total:
+            self.average_buffers(1.0, self._workers, what=what)
+        elif final:
+            self.average(weight, total, what=what)
         else:
-            tensors = self._replica.averaged() if total else []
-            self.average_tensors(tensors, weight, total, what=what, integers=True)
+            self.show(weight, total, what=what)
 
     def average(self, weight: float, total: float, *, what: str) -> None:
         """Replace the model by the mean."""

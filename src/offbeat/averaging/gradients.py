@@ -201,7 +201,7 @@ class GradientMean:
             bucket.handle = self._team.communicator.sum(flat, what=what)
             return
         whole = Section(bucket.stream, 0, bucket.stream.elements)
-        message = QuantizedMessage(self._wire, self._wire.precision, [whole], what)
+        message = QuantizedMessage(self._wire, [whole], what)
         if contribute:
             message.write(0, 0, flat)
         else:

@@ -221,18 +221,17 @@ class QuantizedMessage(Message):
     of each section, and blocks that follow each other are encoded or decoded in one call.
 
     Args:
-        wire: The workers, and their communicator of second stages.
-        precision: Precision of both stages.
+        wire: The workers, their communicator of second stages, and the precision of both stages.
         sections: What is summed. Either all streams have ``errors``, or none, for a single stage.
         what: Name of the operation in errors.
         vote: Number of numbers in a vote.
     """
 
     def __init__(
-        self, wire: Wire, precision: str, sections: Sequence[Section], what: str, *, vote: int = 0
+        self, wire: Wire, sections: Sequence[Section], what: str, *, vote: int = 0
     ) -> None:
         super().__init__(sections, what)
-        self._wire, self._codec = wire, CODECS[precision]()
+        self._wire, self._codec = wire, CODECS[wire.precision]()
         self.integers = isinstance(self._codec, IntegerCodec)
         self._single = all(each.stream.errors is None for each in sections)
         owners = self._owners = 1 if self._single else wire.team.size

@@ -99,7 +99,7 @@ class Consensus:
 
         Raises AttachError if a parameter of the model was replaced, or has another dtype.
         """
-        self._worker.touched = self._versions != self._worker.replica.versions()
+        self._worker.touched |= self._versions != self._worker.replica.versions()
         replaced = self._worker.replica.replaced()
         if replaced:
             raise AttachError(
@@ -242,7 +242,7 @@ class Consensus:
             self._shards.reshard()
         self._worker.replica.restore(local[0])
         also.restore(local[1])
-        self.note_parameters()
+        self._versions = self._worker.replica.versions()  # and ``touched`` remains
 
     def finish(self, also: Replica) -> None:
         """Replace the model and ``also`` by the mean permanently. A collective."""

@@ -26,7 +26,6 @@ from offbeat.extend import (
     Handle,
     Message,
     Outer,
-    Round,
     RoundAverager,
     Section,
     SharedModel,
@@ -159,14 +158,6 @@ class SparseLoCoFlow(RoundAverager):
     @override
     def sends_buffers(self, flight: Any) -> bool:
         return False
-
-    @override
-    def consensus(self, last: Round, *, final: bool) -> None:
-        super().consensus(last, final=final)
-        workers, (_, total) = self.worker.size, self.consensus_weights(last)
-        if workers > 1 and not total:  # no worker has new steps, but the buffers may differ
-            what = f"mean of the buffers at step {self.worker.step}"
-            self.worker.exact_mean.average_buffers(1.0, workers, what=what)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
