@@ -26,6 +26,12 @@ ROWS = {
     ),
     "a worker does not call `attach`": "test_a_worker_that_does_not_open_its_connections_is_named",
     "a worker is killed, in elastic training": "test_training_survives_a_death_and_a_join",
+    "a machine loses power or its network, in elastic training": (
+        "test_a_silent_machine_is_noticed_within_the_time_limit"
+    ),
+    "a worker that joins cannot receive the model within `timeout_seconds`": (
+        "test_a_newcomer_that_cannot_receive_the_model_in_time_leaves"
+    ),
     "a worker is stopped or cut off for too long, in elastic training": (
         "test_a_stopped_worker_is_left_behind"
     ),

@@ -392,8 +392,9 @@ def refused(rank: int, size: int) -> Any:
     model = make_model(0)
     model.layers = list(model)[:1]  # as the page calls them
     fsdp = importlib.import_module("torch.distributed.fsdp")
-    names = {"model": model, "nodes": 2, "gpus": 2, "fully_shard": fsdp.fully_shard}
-    page = code_on("coming-from-ddp", "fully_shard(layer").replace('"cuda"', '"cpu"')
+    names = {"model": model, "fully_shard": fsdp.fully_shard}
+    page = code_on("coming-from-ddp", "fully_shard(layer")
+    page = page.replace('"cuda", (2, 8)', '"cpu", (2, 2)')
     exec(page, names | {"torch": torch, "dist": dist, "offbeat": offbeat}, names)
     optimizer, sync = names["optimizer"], names["sync"]
     train_step(model, optimizer, make_batch(rank, 0))

@@ -55,8 +55,8 @@ def test_everyone_starts_from_rank_0_and_frozen_parameters_stay() -> None:
             assert got.dtype == expected.dtype
             assert torch.equal(got, expected)
         assert same == [True, True]
-        # one mean of first (15), norm (6), running mean and variance (6), and at the end of the last
-        # two (6); 2 integers; 2 votes; rank 0's mask, at the end
+        # one mean of first (15), norm (6), running mean and variance (6); 2 votes; at the end the
+        # mean of the last two again (6), 2 integers, and rank 0's mask
         assert payload == 8 * (15 + 6 + 6 + 6) + 8 * 2 + 2 * 8 * 8 + 3 * (rank == 0)
 
 

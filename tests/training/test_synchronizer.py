@@ -310,7 +310,7 @@ def test_misuse_is_an_attach_error_that_says_what_to_do() -> None:
         "consensus after detach": r"consensus\(\) after finish\(\) or detach\(\)",
         "group added": r"were added to the optimizer.*attach again",
         "parameter added": r"were added to the optimizer.*attach again",
-        "replaced in the model": r"parameter '0.bias' of the model was replaced after attach",
+        "replaced in the model": r"parameter '0.bias' of the model was replaced or converted",
         "parameter replaced": r"were added to the optimizer, removed or replaced",
     }
     for seen in run(misuse, workers=2):

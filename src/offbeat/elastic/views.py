@@ -195,10 +195,10 @@ class Views:
         slow = team.host.now() - began >= 0.9 * seconds
         self._failures += receives or (slow and not self._behind)
         if self._failures >= _ATTEMPTS or (slow and receives):
-            missed = "receive the model" if receives else "average the models"
+            missed = "receive the model in view" if receives else "average the models in view"
             self._give_up(
                 CommunicationTimeout,
-                f"could not {missed} in view {team.view} within timeout_seconds={seconds:g}: check "
+                f"could not {missed} {team.view} within timeout_seconds={seconds:g}: check "
                 "the network, or raise it in attach(..., timeout_seconds=...) on all workers if "
                 f"that takes longer ({failed})",
             )
