@@ -207,3 +207,32 @@ def test_p_is_stored_where_something_needs_it(text: str, wire: str, copies: int)
         return float(numbers / flat(model).numel())
 
     assert run(stored, workers=2) == [copies] * 2
+
+
+def moved_after_the_last_step(rank: int, size: int, text: str) -> list[Tensor]:
+    """Return the running mean after a forward pass that no step follows, and then the shown one."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    optimizer = sgd(model, LR)
+    sync = attach(model, optimizer, text)
+    for step in range(5):  # the means of local:period=4 and diloco:period=4 are those of step 4
+        x = torch.full((4, 2), float(rank))
+        model(x).sum().backward()
+        if step < 4:
+            optimizer.step()
+            optimizer.zero_grad()
+    own = model[0].running_mean.clone()
+    with sync.consensus():
+        shown = model[0].running_mean.clone()
+    sync.finish()
+    return [own, shown, model[0].running_mean.clone()]
+
+
+@pytest.mark.parametrize("text", ["local:period=4", "diloco:period=4", "bsp", "streaming"])
+def test_buffers_that_move_after_the_last_step_are_averaged(text: str) -> None:
+    results = run(moved_after_the_last_step, text, workers=3)
+    mean = sum(own for own, *_ in results) / 3
+    assert not torch.equal(results[0][0], results[1][0])
+    for _, shown, end in results:
+        torch.testing.assert_close(shown, mean)
+        assert torch.equal(end, results[0][2])
+        torch.testing.assert_close(end, mean)
