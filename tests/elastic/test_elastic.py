@@ -25,6 +25,7 @@ from offbeat import (
     Simulation,
     simulate,
 )
+from offbeat.averaging import Worker
 from offbeat.simulate import Join, Kill
 from problems import Simulated, flat, gradients, loss_of, make_batch, make_model, train_step
 from worlds import require_complete
@@ -503,6 +504,23 @@ def test_a_detached_worker_is_not_awaited() -> None:
     for one in left:
         assert torch.equal(one["model"], left[0]["model"])
         assert one["seconds"] < 1  # of a time-out of 2 s
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "local:period=3", "streaming"])
+def test_a_view_whose_last_barrier_fails_is_followed_by_another(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for the newcomer, which has the model and the state by then."""
+    barrier = Worker.barrier
+
+    def fail(worker: Worker, what: str) -> None:
+        barrier(worker, what)
+        if what == "the beginning of view 1":
+            raise CommunicationError("a worker is lost at the end of the barrier")
+
+    monkeypatch.setattr(Worker, "barrier", fail)
+    results = run(lambda: train(strategy), Join(at=0.06), workers=3)
+    check(results, [0, 1, 2, 3])
 
 
 def test_a_newcomer_with_another_model_is_refused() -> None:

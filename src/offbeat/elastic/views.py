@@ -241,8 +241,8 @@ class Views:
         if not self._fresh:
             load(flow.state, save(old_flow.state, "local"), "local")
         self._fresh = False  # only now: after an earlier failure this worker lacks the model
+        iteration.begin_view(flow)  # before the barrier: if it fails, this worker has the model
         worker.barrier(f"the beginning of view {team.view}")
-        iteration.begin_view(flow)
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
 
     def _give_up(self, kind: type[CommunicationError], reason: str) -> NoReturn:
