@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2594, 1280),
     "src/offbeat_lab": (10291, 5524),
     "benchmarks": (6229, 3879),
-    "tests": (34825,),
+    "tests": (34809,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

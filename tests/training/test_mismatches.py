@@ -1,6 +1,7 @@
 """Workers that call different things: a MismatchError on all of them, and no abort inside gloo."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -63,13 +64,15 @@ def test_two_different_calls_are_named_on_both_workers(
         )
 
 
-def one_saves(rank: int, size: int, strategy: str, folder: str) -> Any:
-    model, optimizer, sync = start(rank, strategy)
+def one_saves(rank: int, size: int, strategy: str, folder: str, inside: bool) -> Any:
+    """Rank 0 saves alone, perhaps ``inside`` a consensus. Both train on."""
+    model, optimizer, sync = start(rank, strategy, timeout_seconds=3 if inside else 20)
     train_step(model, optimizer, make_batch(rank, 0))
 
     def go_on() -> None:
-        if rank == 0:
-            offbeat.save(folder, sync)
+        with sync.consensus() if inside else nullcontext():
+            if rank == 0:
+                offbeat.save(folder, sync)
         for step in range(1, 9):
             train_step(model, optimizer, make_batch(rank, step))
         sync.finish()
@@ -82,34 +85,15 @@ def one_saves(rank: int, size: int, strategy: str, folder: str) -> Any:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_save_on_one_rank_names_it(strategy: str, tmp_path: Any) -> None:
     """As DDP users write it: ``if rank == 0: save``. Both have the votes before one leaves."""
-    for kinds, text in real(one_saves, strategy, str(tmp_path), workers=2):
+    for kinds, text in real(one_saves, strategy, str(tmp_path), False, workers=2):
         assert kinds[0] == "MismatchError", text
         assert text.startswith("rank 0 is in offbeat.save() after step 1, rank 1 ")
-
-
-def one_saves_in_a_consensus(rank: int, size: int, strategy: str, folder: str) -> Any:
-    model, optimizer, sync = start(rank, strategy, timeout_seconds=3)
-    train_step(model, optimizer, make_batch(rank, 0))
-
-    def go_on() -> None:
-        with sync.consensus():
-            if rank == 0:
-                offbeat.save(folder, sync)
-        for step in range(1, 9):
-            train_step(model, optimizer, make_batch(rank, step))
-        sync.finish()
-
-    error = error_of(go_on)
-    sync.detach()
-    return error
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "local:period=4"])
 def test_a_save_in_a_consensus_on_one_rank_ends_in_a_time_out(strategy: str, tmp_path: Any) -> None:
     """The other worker trains on and waits for its vote. Gloo ended the process."""
-    (kinds, text), (others, other) = real(
-        one_saves_in_a_consensus, strategy, str(tmp_path), workers=2
-    )
+    (kinds, text), (others, other) = real(one_saves, strategy, str(tmp_path), True, workers=2)
     assert "CommunicationError" in kinds, text
     assert "offbeat.save() inside consensus(), which every rank must call, failed" in text
     assert "CommunicationError" in others, other
