@@ -21,10 +21,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError
-from offbeat.transport.board import Board
 from offbeat.transport.communicator import Communicator, Kind
-from offbeat.transport.handle import Operation
+from offbeat.transport.future import Operation
 from offbeat.transport.host import Promise
+from offbeat.transport.key_value_store import KeyValueStore
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Fault:
         kind: "fail": the operation takes place, but ``wait`` raises CommunicationError on this
             worker.
         rank: Rank of the worker.
-        operation: Number of the operation, from 0. Operations of twins and of set-up count, those
-            that only wait for another thread do not.
+        operation: Number of the operation, from 0. Operations of duplicates and of set-up count,
+            those that only wait for another thread do not.
         background: True for an operation that a background thread starts. These are numbered
             separately, so that the numbers are equal on all workers.
     """
@@ -48,7 +48,7 @@ class Fault:
 
 
 class Watched(Communicator):
-    """Passes all operations on to ``inner``, and records them and those of its twins.
+    """Passes all operations on to ``inner``, and records them and those of its duplicates.
 
     Attributes:
         operations: Kind, name and payload bytes of each operation, in order.
@@ -66,7 +66,7 @@ class Watched(Communicator):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of operations of the training thread and of others, including those of twins."""
+        """Numbers of operations of the training thread and of others, with those of duplicates."""
         main, background = self._counter
         return main, background
 
@@ -96,11 +96,11 @@ class Watched(Communicator):
 
     @override
     def separate(self) -> None:
-        self.inner = self.inner.twin()
+        self.inner = self.inner.duplicate()
 
     @override
-    def board(self, name: str) -> Board:
-        return self.inner.board(name)
+    def store(self, name: str) -> KeyValueStore:
+        return self.inner.store(name)
 
     @override
     def close(self, *, together: bool = False) -> None:

@@ -77,7 +77,7 @@ def gather_in_order(rank: int, size: int, *, silence_seconds: float = 30.0) -> N
         if rank:
             kept.wait([f"number {rank - 1}"])
         if rank >= size:
-            kept.wait([f"{kept.get('offbeat/elastic').decode()[1:-1]}/view/0/decided"])
+            kept.wait([f"{kept.get('offbeat/elastic').decode()[1:-1]}/generation/0/decided"])
         agreement = make(*args, **options)
         agreement.silence_seconds = min(agreement.silence_seconds, silence_seconds)
         assert agreement.worker == rank

@@ -41,7 +41,7 @@ def logs(*, period: int, steps: int = 9) -> list[Process]:
             first, last, uses = models[n]
             aim = target(batch)
             loss = RATE * (first - aim) ** 2
-            line = {"at": step + n / 10, "step": step, "view": 0, "members": 3, "epoch": 0}
+            line = {"at": step + n / 10, "step": step, "generation": 0, "members": 3, "epoch": 0}
             line |= {"queue": 0, "repeated": 0, "batch": batch, "loss": loss, "model": models[n]}
             worker.steps.append(line)
             models[n] = [first - RATE * (first - aim), last - RATE * (last - aim), uses + 2]
@@ -66,7 +66,9 @@ def test_a_right_training_is_accepted_and_a_wrong_number_is_found(strategy: str)
         wrong = deepcopy(right)
         model = wrong[1].steps[step]["model"] = [*wrong[1].steps[step]["model"]]
         model[number] += 0.002
-        assert any(f"view 0, step {step - 1}:" in one for one in judge_models(strategy, wrong))
+        assert any(
+            f"generation 0, step {step - 1}:" in one for one in judge_models(strategy, wrong)
+        )
 
 
 @pytest.mark.parametrize(

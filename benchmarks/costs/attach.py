@@ -14,7 +14,7 @@ from torch import nn
 import offbeat
 from benchmarks.harness import Result, interleave
 from benchmarks.processes import run
-from offbeat.strategies.base import SharedModel, Strategy, WorkerView
+from offbeat.strategies.base import GlobalModel, Strategy, WorkerView
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -23,8 +23,8 @@ class Nothing(Strategy):
 
     name: ClassVar[str] = "nothing"
 
-    def averages(self) -> SharedModel:
-        return SharedModel()
+    def averages(self) -> GlobalModel:
+        return GlobalModel()
 
     def due(self, worker: WorkerView) -> float:
         return 0.0

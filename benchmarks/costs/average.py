@@ -18,7 +18,7 @@ from offbeat.averaging import Replica, Worker
 from offbeat.averaging.averager import RoundAverager, Step
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.quantization.wire import Wire
-from offbeat.strategies.base import SharedModel
+from offbeat.strategies.base import GlobalModel
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.transport.team import Team
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
@@ -42,7 +42,7 @@ def measure(millions: int, repetitions: int) -> dict[str, list[float]]:
     parameters = [*model.parameters()]
     replica = Replica(model, parameters)
     averager = RoundAverager(
-        LocalSGD(period=1), Worker(team, replica, [], Wire(team)), SharedModel()
+        LocalSGD(period=1), Worker(team, replica, [], Wire(team)), GlobalModel()
     )
     averager.start()
     exact = ExactMean(team, replica)

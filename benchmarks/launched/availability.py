@@ -1,4 +1,4 @@
-"""Deaths at regular times under ``offbeat run``: what they cost, and what view changes leak.
+"""Deaths at regular times under ``offbeat run``: what they cost, and what membership changes leak.
 
 - *Availability*: every 20 s for ten minutes one of four workers is killed, in turn. A step sleeps
   for 50 ms. Workers that train for A seconds in sum could take A / d steps, of d seconds each. d is
@@ -6,8 +6,8 @@
   A / (d · batches) − 1: how much later training ends than the availability allows, because of
   waiting and of batches that are used again.
 - *Leaks*: a worker trains while others join and are killed. The figures are the threads, the
-  descriptors and the memory that it has more at the end than after half of the view changes. Until
-  then the memory allocator still grows.
+  descriptors and the memory that it has more at the end than after half of the membership changes.
+  Until then the memory allocator still grows.
 """
 
 import itertools
@@ -108,7 +108,7 @@ def cost(minutes: float, strategy: str) -> Result:
 
 
 def grown(changes: int, strategy: str = "local:period=4") -> dict[str, int]:
-    """Let workers join and die. Return what a survivor holds more after ``changes`` view changes.
+    """Let workers join and die. Return what a survivor holds more after ``changes`` of them.
 
     Threads, descriptors, and kilobytes of memory, each since half of them.
     """
@@ -144,21 +144,21 @@ def grown(changes: int, strategy: str = "local:period=4") -> dict[str, int]:
                 process.wait()
             output.close()
             training.close()
-    first = [step["resources"] for step in steps if step["view"] == changes // 4 * 2][-1]
+    first = [step["resources"] for step in steps if step["generation"] == changes // 4 * 2][-1]
     last = steps[-1]["resources"]
     names = ("threads", "descriptors", "kilobytes")
     return {name: b - a for name, a, b in zip(names, first, last, strict=True)}
 
 
-def _reaches(training: Training, process: Process, view: int) -> bool:
-    """Wait until a worker has trained in a view, until threads of the last one have ended."""
+def _reaches(training: Training, process: Process, generation: int) -> bool:
+    """Wait until a worker has trained in a generation, until threads of the last one have ended."""
     at = None
 
     def there() -> bool:
         nonlocal at
         training.processes()
         step = process.steps[-1]
-        at = at or (time.monotonic() if step.get("view", -1) >= view else None)
+        at = at or (time.monotonic() if step.get("generation", -1) >= generation else None)
         return at is not None and bool(step["at"] > at + 0.3)
 
     return wait_until(there, _LIMIT_SECONDS)
@@ -170,7 +170,12 @@ def leaks(changes: int) -> list[Result]:
     config = {"changes": changes}
     return [
         Result(
-            "availability", f"{changes} view changes: more {name}", more, limits[name], "", config
+            "availability",
+            f"{changes} membership changes: more {name}",
+            more,
+            limits[name],
+            "",
+            config,
         )
         for name, more in grown(changes).items()
     ]

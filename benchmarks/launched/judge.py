@@ -53,12 +53,13 @@ class Step:
     waited: bool
 
     def __str__(self) -> str:
-        return f"process {self.worker}, view {self.before['view']}, step {self.before['step']}"
+        generation, step = self.before["generation"], self.before["step"]
+        return f"process {self.worker}, generation {generation}, step {step}"
 
     @property
     def continues(self) -> bool:
-        """True if the next line is that of the next step of the same view."""
-        return self.after is not None and self.after["view"] == self.before["view"]
+        """True if the next line is that of the next step of the same generation."""
+        return self.after is not None and self.after["generation"] == self.before["generation"]
 
     def pending(self, at: float) -> bool:
         """Return True if the step had begun by a time, and the next one had not."""
@@ -96,10 +97,10 @@ def judge_models(strategy: str, processes: list[Process]) -> Iterator[str]:
     the models after their own steps. Between means each worker has the model after its own step.
     That may also be close to a mean by chance: then other workers begin a step with the same bits.
 
-    Every member of the view takes part, at least once a period. The replay also tries all sets of
-    workers that may have contributed: those that wait for the others, that were lost, or that
-    repeat a step in another view. Models that are averaged are not replayed across views, because
-    a worker takes the rest of its step from the common model.
+    Every member of the generation takes part, at least once a period. The replay also tries all
+    sets of workers that may have contributed: those that wait for the others, that were lost, or
+    that repeat a step in another generation. Models that are averaged are not replayed across
+    generations, because a worker takes the rest of its step from the common model.
     """
     period, steps = PERIODS.get(strategy, 0), steps_of(processes)
     means: dict[Model, list[Step]] = defaultdict(list)
@@ -129,22 +130,29 @@ def judge_models(strategy: str, processes: list[Process]) -> Iterator[str]:
             alone[step.worker] = 0
             means[model].append(step)
     for model, group in means.items():
-        yield from _judge_mean(model, group, steps, owners[model], across_views=period == 1)
+        yield from _judge_mean(model, group, steps, owners[model], across_generations=period == 1)
 
 
 def _judge_mean(
-    model: Model, group: list[Step], steps: list[Step], members: set[int], *, across_views: bool
+    model: Model,
+    group: list[Step],
+    steps: list[Step],
+    members: set[int],
+    *,
+    across_generations: bool,
 ) -> Iterator[str]:
     """Yield a violation unless ``model`` is the mean of the steps that end with it.
 
     ``members`` are the workers that have received it.
     """
     at = min(step.after["at"] for step in group if step.after is not None)
-    views = {line["view"] for step in group for line in (step.before, step.after) if line}
+    generations = {
+        line["generation"] for step in group for line in (step.before, step.after) if line
+    }
     rest = [s for s in steps if s.worker not in members and s.pending(at)]
-    rest = [step for step in rest if step.before["view"] in views]
+    rest = [step for step in rest if step.before["generation"] in generations]
     certain = [step.moved for step in group if step.continues and not step.waited]
-    if not (across_views or (certain and all(step.continues for step in group + rest))):
+    if not (across_generations or (certain and all(step.continues for step in group + rest))):
         return
     maybe: list[list[Model | None]] = []
     for step in [*group, *rest]:
@@ -159,7 +167,7 @@ def _judge_mean(
     else:
         yield f"{group[0]}: no mean of {certain} with some of {maybe}"
     absent = [step for step in rest if step.continues and not step.waited]
-    if absent and len(views) == 1:
+    if absent and len(generations) == 1:
         yield f"{group[0]}: without {', '.join(map(str, absent))}"
 
 

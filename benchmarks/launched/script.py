@@ -108,9 +108,9 @@ class Training:
         own = uuid.uuid4().hex
         self.log.write(
             "attached",
-            training=team.communicator.board("soak").compare_set("name", "", own) or own,
+            training=team.communicator.store("soak").compare_set("name", "", own) or own,
             worker=team.identity,
-            view=sync.stats.details["view"],
+            generation=sync.stats.details["generation"],
         )
         data = TensorDataset(torch.arange(settings["samples"]))
         sampler = self.sampler = offbeat.data.LeasedSampler(data, settings["batch"], sync=sync)
@@ -156,7 +156,7 @@ class Training:
             batch=batch.tolist(),
             repeated=self.sampler.repeated,
             step=self.sync.step,
-            view=self.sync.stats.details["view"],
+            generation=self.sync.stats.details["generation"],
             members=self.sync.size,
             resources=resources(),
         )

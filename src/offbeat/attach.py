@@ -18,7 +18,7 @@ from offbeat.nodes.detection import NodeGroup, open_nodes
 from offbeat.nodes.shards import shards_of
 from offbeat.quantization.kernels import kernels
 from offbeat.quantization.wire import Precision
-from offbeat.strategies.base import Gradients, SharedModel, Strategy
+from offbeat.strategies.base import GlobalModel, Gradients, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer
 from offbeat.training.assembly import Components, attached
@@ -178,7 +178,7 @@ def attach(
     )
     averages = strategy.averages()
     if adam_correction is None:
-        adam_correction = isinstance(averages, SharedModel) and all(map(can_correct, optimizers))
+        adam_correction = isinstance(averages, GlobalModel) and all(map(can_correct, optimizers))
     if adam_correction:
         require_correctable(optimizers)
         strategy = strategy.with_adam_correction()
@@ -186,7 +186,7 @@ def attach(
     require_usable(local_model)
     require_synchronous_layers(model, strategy, nodes=node_group is not None)
     require_distinct_memory(dict(local_model.named_parameters()), strategy)
-    if isinstance(averages, SharedModel) and averages.optimizer_state:
+    if isinstance(averages, GlobalModel) and averages.optimizer_state:
         require_own_state(optimizers)
     attached_optimizers = _attached(model, optimizers)
     if shards is not None:
@@ -214,7 +214,7 @@ def attach(
             on_failure.callback(team.close)
             if elastic and team.membership is not None:
                 on_failure.callback(team.membership.leave, ended=False)
-            if not elastic and team.view:
+            if not elastic and team.generation:
                 raise AttachError("a worker that joins needs min_workers, as the others have")
             if min_workers is not None and team.size < min_workers:
                 raise AttachError(f"min_workers={min_workers}, but there are {team.size} workers")

@@ -16,11 +16,11 @@ _NAMES = {
     "offbeat": "import_lazily",
     "offbeat.display.table": "Table",
     "offbeat.display.plots": "new_figure",
-    "offbeat.strategies.base": "CustomFlow Gradients Outer SharedModel Tally WorkerView common "
-    "local transient",
+    "offbeat.strategies.base": "CustomFlow Gradients GlobalModel Outer SummedVotes WorkerView "
+    "common local transient",
     "offbeat.strategies.registry": "STRATEGIES read_settings",
     "offbeat.transport.communicator": "Communicator",
-    "offbeat.transport.handle": "Completed Handle Operation explained",
+    "offbeat.transport.future": "Completed Future Operation explained",
     "offbeat.transport.host": "Promise",
     "offbeat.transport.team": "Team",
     "offbeat.transport.torch_backend.network_interface": "address_of",
@@ -86,10 +86,10 @@ if TYPE_CHECKING:
     from offbeat.simulate import Join as Join
     from offbeat.simulate import Kill as Kill
     from offbeat.strategies.base import CustomFlow as CustomFlow
+    from offbeat.strategies.base import GlobalModel as GlobalModel
     from offbeat.strategies.base import Gradients as Gradients
     from offbeat.strategies.base import Outer as Outer
-    from offbeat.strategies.base import SharedModel as SharedModel
-    from offbeat.strategies.base import Tally as Tally
+    from offbeat.strategies.base import SummedVotes as SummedVotes
     from offbeat.strategies.base import WorkerView as WorkerView
     from offbeat.strategies.base import common as common
     from offbeat.strategies.base import local as local
@@ -105,10 +105,10 @@ if TYPE_CHECKING:
     )
     from offbeat.transport.communicator import Communicator as Communicator
     from offbeat.transport.connect import open_communicator as open_communicator
-    from offbeat.transport.handle import Completed as Completed
-    from offbeat.transport.handle import Handle as Handle
-    from offbeat.transport.handle import Operation as Operation
-    from offbeat.transport.handle import explained as explained
+    from offbeat.transport.future import Completed as Completed
+    from offbeat.transport.future import Future as Future
+    from offbeat.transport.future import Operation as Operation
+    from offbeat.transport.future import explained as explained
     from offbeat.transport.host import Promise as Promise
     from offbeat.transport.team import Team as Team
     from offbeat.transport.torch_backend.network_interface import address_of as address_of

@@ -30,7 +30,7 @@ from offbeat.strategies import (
     Strategy,
     StreamingAveraging,
 )
-from offbeat.strategies.base import SharedModel, WorkerView
+from offbeat.strategies.base import GlobalModel, WorkerView
 from offbeat.strategies.registry import STRATEGIES, parse_strategy
 from offbeat.units import (
     show_bandwidth,
@@ -293,7 +293,7 @@ class _Setting:
         waited = (cost - overlap * self.step) / (in_flight * every)
         return max(self.step, self.step + waited, cost / every)
 
-    def on_arrival(self, cost: float, shared: SharedModel) -> tuple[float, float]:
+    def on_arrival(self, cost: float, shared: GlobalModel) -> tuple[float, float]:
         """Return the seconds of a step, and the steps between launches, with ``lands="arrived"``.
 
         A message takes ``cost`` seconds. It lands at the end of the step in which it arrives, and
@@ -317,8 +317,8 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
     if setting.workers == 1:
         return setting.step, math.inf, 0.0
     size, shared = setting.model, strategy.averages()
-    if not isinstance(shared, SharedModel):  # a mean of gradients takes as long as one of models
-        shared = SharedModel()
+    if not isinstance(shared, GlobalModel):  # a mean of gradients takes as long as one of models
+        shared = GlobalModel()
     vote = 8 * (_VOTE_NUMBERS + len(strategy.vote(WorkerView(stepping=False))) + shared.eager)
     parts = shared.parts(round(size)) if callable(shared.parts) else shared.parts
     votes, (part, part_bytes) = setting.gather(vote), setting.sum(size / parts, wire, parts=1)

@@ -134,7 +134,7 @@ class Synchronizer:
         self._require_active("share_state()")
         if self._components.unfinished.steps:
             raise AttachError("share_state(): call it before the first step")
-        if self._components.views is not None:
+        if self._components.membership_changes is not None:
             self._components.state.share(save, load)
 
     # -- consensus and the end of training ---------------------------------------------------
@@ -352,7 +352,7 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
         components.shards.reshard()
     if loads:
         iteration.require_own_model(what)
-    iteration.require_boundary(what)
+    iteration.require_step_end(what)
     consensus.require_complete(what)
     if not shown and not iteration.flow.can_save:
         raise CheckpointError(
@@ -372,8 +372,8 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
                     refused = error
             if refused is not None:
                 raise refused
-            if loads and components.views is not None:
-                components.views.record()
+            if loads and components.membership_changes is not None:
+                components.membership_changes.record()
     finally:
         if loads:
             recorder.restart()

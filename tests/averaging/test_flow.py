@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from loops import Recorded, attach, close, sgd
 from offbeat import Compute, Network, simulate
 from offbeat.simulate import Kill
-from offbeat.strategies.base import SharedModel, Strategy, WorkerView
+from offbeat.strategies.base import GlobalModel, Strategy, WorkerView
 from problems import flat, make_batch, make_model, make_wide, train_step, wide_step
 from worlds import simulated
 
@@ -44,7 +44,7 @@ def test_no_step_of_a_survivor_is_lost_while_a_blocking_mean_is_in_flight(
     """Worker 2 dies between launch and landing: the mean is then that of the two survivors.
 
     Steps count as synchronized at the landing. If it were the launch, no worker would have any to
-    contribute to the next view, and the steps of all but one worker would be lost.
+    contribute to the next generation, and the steps of all but one worker would be lost.
     """
 
     def run(*faults: Any) -> tuple[list[Any], list[list[Any]]]:
@@ -199,8 +199,8 @@ def test_deferred_flags_have_a_whole_step_to_arrive() -> None:
 class Reluctant(Strategy):
     """Never requests a round."""
 
-    def averages(self) -> SharedModel:
-        return SharedModel(lands="arrived", bound=3)
+    def averages(self) -> GlobalModel:
+        return GlobalModel(lands="arrived", bound=3)
 
     def due(self, worker: WorkerView) -> float:
         return 0.0

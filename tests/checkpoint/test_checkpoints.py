@@ -810,7 +810,7 @@ def saved_bytes(rank: int, size: int, folder: Path) -> tuple[int, int]:
 
 
 def test_a_file_has_four_times_the_bytes_of_the_model(tmp_path: Path) -> None:
-    """The local model, its momentum, the shared model and its velocity; the rest is 20 KB."""
+    """The local model, its momentum, the global model and its velocity; the rest is 20 KB."""
     for model, file in run(saved_bytes, tmp_path, workers=2):
         assert 4 * model < file < 4 * model + 20_000
 

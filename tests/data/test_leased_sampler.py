@@ -30,7 +30,7 @@ from offbeat.errors import (
     MismatchError,
 )
 from offbeat.simulate import Join, Kill, Simulation
-from offbeat.transport.board import LocalBoard
+from offbeat.transport.key_value_store import LocalStore
 from offbeat_lab import baselines
 from problems import flat, loss_of, make_batch, make_model
 from workers import run as on_processes
@@ -332,8 +332,8 @@ def test_different_settings_are_found(name: str) -> None:
         simulated(worker, workers=2)
 
 
-class LostBoard(LocalBoard):
-    """A board whose store has ended."""
+class LostBoard(LocalStore):
+    """A store whose store has ended."""
 
     def lost(self, key: str, value: Any) -> Any:
         raise RuntimeError("Connection reset by peer\nException raised from …")
@@ -341,8 +341,8 @@ class LostBoard(LocalBoard):
     put = add = lost
 
 
-class SilentBoard(LocalBoard):
-    """A board whose store does not answer."""
+class SilentBoard(LocalStore):
+    """A store whose store does not answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,9 +354,9 @@ class SilentBoard(LocalBoard):
         return super().add(key, amount)
 
 
-def loader_with(board: LocalBoard, **options: Any) -> LeasedLoader:
+def loader_with(store: LocalStore, **options: Any) -> LeasedLoader:
     worker = Worker(**options)
-    worker.sampler._leases._board = board
+    worker.sampler._leases._store = store
     return worker.loader
 
 
@@ -369,10 +369,10 @@ def test_a_lost_store_is_named() -> None:
     loader.sampler.sync.detach()
 
     def worker() -> None:
-        loader = loader_with(LocalBoard(), elastic=True)
+        loader = loader_with(LocalStore(), elastic=True)
         with pytest.raises(CommunicationError, match=LOST):  # noqa: PT012
             for _ in loader:
-                loader.sampler._leases._board = LostBoard()
+                loader.sampler._leases._store = LostBoard()
         loader.sampler.sync.detach()
 
     simulated(worker, workers=1)
@@ -382,17 +382,17 @@ LOST = r"^rank 0: leasing data failed: the store .* \(Connection reset by peer\)
 
 
 def test_a_silent_store_raises_a_timeout() -> None:
-    board = SilentBoard()
-    loader = loader_with(board, timeout_seconds=0.2)
+    store = SilentBoard()
+    loader = loader_with(store, timeout_seconds=0.2)
     text = "rank 0: leasing data failed: .* has not answered within timeout_seconds=0.2"
     with pytest.raises(CommunicationTimeout, match=text):
         next(iter(loader))
-    board.released.set()
+    store.released.set()
     loader.sampler.sync.detach()
 
 
 def test_nothing_is_leased_after_the_end() -> None:
-    loader = loader_with(LocalBoard())
+    loader = loader_with(LocalStore())
     batches = iter(loader)
     next(batches)
     loader.sampler.sync.detach()

@@ -22,7 +22,7 @@ PHRASES = {
     r"(is|are|was|were) told|told (by|of|for|that)": "receives, is notified, reports",
     r"(one's|of theirs|his|her) own": "custom, its",
     r"anew": "again, from scratch",
-    r"rolls? of|ballots?": "vote, tally, round",
+    r"rolls? of|ballots?": "vote, summed votes, round",
     r"hangs? up|hung up": "close the connections",
     r"farewells?": "shutdown",
     r"lifelines?": "heartbeat connection",

@@ -116,7 +116,7 @@ def check(results: Sequence[Any], members: list[int]) -> None:
 def test_training_survives_a_loss_and_a_join(strategy: str) -> None:
     """At the end all workers have one finite model and have taken all steps.
 
-    The record of the step in which a view begins has its number and its size.
+    The record of the step in which a generation begins has its number and its size.
     """
     results = run(lambda: train(strategy), Kill(worker=2, at=0.061), Join(at=0.07))
     assert results[2] is None
@@ -127,10 +127,10 @@ def test_training_survives_a_loss_and_a_join(strategy: str) -> None:
     assert {r["rank"] for r in newcomer["records"]} == {4}
     records, details = results[0]["records"], results[0]["details"]
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
-    views = [(r["view"], r["workers"]) for r in records if "view" in r]
-    assert (views[0], views[-1]) == ((0, 4), (details["view"], 4))
-    assert details["view_changes"] == details["view"] >= 1
-    assert details["view_seconds"] > 0
+    generations = [(r["generation"], r["workers"]) for r in records if "generation" in r]
+    assert (generations[0], generations[-1]) == ((0, 4), (details["generation"], 4))
+    assert details["membership_changes"] == details["generation"] >= 1
+    assert details["membership_seconds"] > 0
 
 
 class Steps(nn.Module):
@@ -155,7 +155,7 @@ def count_steps(strategy: str) -> Any:
 
 @pytest.mark.parametrize("spared", [(), (1, 3)])
 def test_survivors_keep_local_steps_if_one_has_decided_more_rounds(spared: tuple[int, ...]) -> None:
-    """Only the first step is averaged. The last tally arrives on the spared workers alone."""
+    """Only the first step is averaged. The last summed votes arrive on the spared workers alone."""
     for at in (0.0605, 0.0615, 0.0625):
         kill = Kill(worker=2, at=at, spared=spared)
         for steps in survivors(run(lambda: count_steps("selsync:delta=1e9"), kill)):
@@ -194,7 +194,7 @@ def test_bsp_averages_over_the_remaining_workers() -> None:
         return range(4) if step < 4 else (0, 1, 3) if step < 7 else (1, 3)
 
     left = survivors(results)
-    assert [one["details"]["view"] for one in left] == [2, 2]
+    assert [one["details"]["generation"] for one in left] == [2, 2]
     for one in left:
         close(one["model"], reference_bsp(ranks))
 
@@ -320,7 +320,7 @@ def test_every_step_of_a_remaining_worker_counts_once(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["local:period=9", "diloco:period=9"])
 @pytest.mark.parametrize("policy", ["raise", "warn"])
-def test_a_view_change_checks_the_models_that_it_averages(
+def test_a_membership_change_checks_the_models_that_it_averages(
     strategy: str, policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Worker 1 has NaN when worker 2 is killed."""
@@ -434,7 +434,7 @@ def test_a_loss_in_consensus_and_in_finish_is_survived(strategy: str) -> None:
     for one in (results[0], results[3]):
         assert torch.equal(one["seen"], results[0]["seen"])
         assert torch.equal(one["model"], results[0]["model"])
-        close(one["after"], one["seen"])  # a view began from there
+        close(one["after"], one["seen"])  # a generation began from there
 
 
 @pytest.mark.parametrize("strategy", ["local:period=5", "bsp"])
@@ -507,7 +507,7 @@ def test_a_detached_worker_is_not_awaited() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "local:period=3", "streaming"])
-def test_a_view_whose_last_barrier_fails_is_followed_by_another(
+def test_a_generation_whose_last_barrier_fails_is_followed_by_another(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for the newcomer, which has the model and the state by then."""
@@ -515,7 +515,7 @@ def test_a_view_whose_last_barrier_fails_is_followed_by_another(
 
     def fail(worker: Worker, what: str) -> None:
         barrier(worker, what)
-        if what == "the beginning of view 1":
+        if what == "the beginning of generation 1":
             raise CommunicationError("a worker is lost at the end of the barrier")
 
     monkeypatch.setattr(Worker, "barrier", fail)
@@ -560,7 +560,10 @@ def test_a_newcomer_that_cannot_receive_the_model_in_time_leaves(strategy: str) 
     network = Network(lambda rank, time: "60kbit/s" if rank == 3 else "1Gbit/s", latency="1ms")
     faults = Join(at=0.03), Kill(worker=3, at=60)
     *others, newcomer = simulated(worker, *faults, workers=3, network=network).results
-    assert "rank 3: could not receive the model in view 1 within timeout_seconds=2: " in newcomer[3]
+    assert (
+        "rank 3: could not receive the model in generation 1 within timeout_seconds=2: "
+        in newcomer[3]
+    )
     assert newcomer[2][0] == "CommunicationTimeout"  # ``Gathering.repeat`` does not repeat
     for steps, seconds, kinds, _ in others:
         assert (steps, kinds) == (STEPS, [])
@@ -568,7 +571,7 @@ def test_a_newcomer_that_cannot_receive_the_model_in_time_leaves(strategy: str) 
 
 
 def test_workers_whose_link_becomes_too_slow_raise() -> None:
-    """After three view changes that end by a time-out, and not never."""
+    """After three membership changes that end by a time-out, and not never."""
 
     def worker() -> str:
         model = nn.Linear(10000, 1)
@@ -586,7 +589,7 @@ def test_workers_whose_link_becomes_too_slow_raise() -> None:
 
     network = Network(lambda rank, time: "60kbit/s" if time > 0.02 else "1Gbit/s", latency="1ms")
     results = simulated(worker, Kill(worker=0, at=60), workers=3, network=network).results
-    assert any("could not average the models in view 3 within" in text for text in results)
+    assert any("could not average the models in generation 3 within" in text for text in results)
 
 
 def test_a_newcomer_receives_buffers_and_optimizer_state() -> None:

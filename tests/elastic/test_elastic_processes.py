@@ -13,7 +13,7 @@ import offbeat
 from cells import some
 from gathered import die, gather_in_order, store
 from loops import start
-from offbeat.elastic import views
+from offbeat.elastic import membership_changes
 from offbeat.errors import CommunicationError
 from problems import flat, make_batch, train_step
 from transport.communicators import held
@@ -30,14 +30,14 @@ STRATEGIES = [
 
 
 def stumble() -> None:
-    """Let this worker fail when it first begins a view."""
-    real = views.Wire
+    """Let this worker fail when it first begins a generation."""
+    real = membership_changes.Wire
 
     def fail(*args: Any) -> Any:
-        views.Wire = real
+        membership_changes.Wire = real
         raise CommunicationError("stumbled")
 
-    views.Wire = fail
+    membership_changes.Wire = fail
 
 
 def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
@@ -82,8 +82,8 @@ def test_training_survives_a_death_and_a_join(strategy: str) -> None:
     check(run(train, strategy, workers=4, newcomers=1, may_die=(1,)), least)
 
 
-def test_a_newcomer_may_fail_before_its_first_view_begins() -> None:
-    """It enters the next view, still with nothing to contribute, long before a time-out."""
+def test_a_newcomer_may_fail_before_its_first_generation_begins() -> None:
+    """It enters the next generation, still with nothing to contribute, long before a time-out."""
     check(run(train, "streaming", True, workers=4, newcomers=1, may_die=(1,)))
 
 

@@ -105,12 +105,12 @@ def test_all_workers_notice_that_one_gives_up(text: str, tmp_path: Path) -> None
 def fail_beside(rank: int, size: int) -> Any:
     """An operation of ranks 0 and 2 fails while rank 0 waits for a message of rank 1."""
     communicator = TorchCommunicator(None, timeout_seconds=TIMEOUT_SECONDS)
-    twin = communicator.twin()
+    duplicate = communicator.duplicate()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     seen = None
     if rank == 0:
-        kept = twin.broadcast(torch.ones(1), source=2, what="rank 2's")
+        kept = duplicate.broadcast(torch.ones(1), source=2, what="rank 2's")
         text = error_of(communicator.receive(torch.zeros(1), source=1, what="a message").wait)[1]
         seen = text, error_of(kept.wait)[1]
     meet_in_store("rank 0 knows", [0, 1])  # rank 1 is busy until then, and notices nothing

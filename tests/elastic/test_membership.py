@@ -1,4 +1,4 @@
-"""View changes of real processes that die, are stopped, or join.
+"""Membership changes of real processes that die, are stopped, or join.
 
 Each worker contributes 2 to the power of its identity, so that a sum tells who took part.
 """
@@ -27,7 +27,7 @@ from transport.communicators import held
 from workers import run
 
 TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a time-out
-SUMS = 3  # of the last view
+SUMS = 3  # of the last generation
 
 
 def mask(*numbers: int) -> float:
@@ -35,7 +35,7 @@ def mask(*numbers: int) -> float:
 
 
 class Worker:
-    """A worker that computes sums through all views."""
+    """A worker that computes sums through all generations."""
 
     def __init__(
         self,
@@ -50,25 +50,25 @@ class Worker:
         assert transport is not None
         self.communicator: Any = transport.make_communicator(timeout_seconds)
         self.number, self.steps, self.totals = number, 0, []
-        self.views: list[Any] = []
-        self._enter(self.membership.view)
+        self.generations: list[Any] = []
+        self._enter(self.membership.generation)
 
     @property
     def membership(self) -> Any:
         return self.communicator.membership
 
-    def _enter(self, view: Any) -> None:
-        self.communicator, self.view = view.communicator, view
-        self.views.append((view.number, view.members))
+    def _enter(self, generation: Any) -> None:
+        self.communicator, self.generation = generation.communicator, generation
+        self.generations.append((generation.number, generation.members))
         self.totals.append([])
 
     def change(self) -> None:
-        """Start or join a view change."""
+        """Start or join a membership change."""
         self.communicator.close()
-        self._enter(self.membership.next_view(step=self.steps))
+        self._enter(self.membership.next_generation(step=self.steps))
 
     def step(self, ready: bool = True) -> None:
-        """Compute a sum, or enter the next view."""
+        """Compute a sum, or enter the next generation."""
         try:
             if self.membership.change_requested():
                 raise CommunicationError("wanted")
@@ -81,25 +81,28 @@ class Worker:
             self.totals[-1].append(total)
 
     def until(self, *numbers: int, key: str | None = None) -> "Worker":
-        """Compute sums until exactly these are in the view and all see ``key`` in the store.
+        """Compute sums until exactly these are in the generation and all see ``key`` in the store.
 
         All of them stop after the same sum.
         """
         deadline, kept = time.monotonic() + 40, key and store()
         while True:
-            assert time.monotonic() < deadline, (self.views, numbers)
+            assert time.monotonic() < deadline, (self.generations, numbers)
             self.step(len(self.totals[-1]) >= SUMS and (not kept or kept.check([key])))
-            if self.view.members == numbers and [mask(*numbers), len(numbers)] in self.totals[-1]:
+            if (
+                self.generation.members == numbers
+                and [mask(*numbers), len(numbers)] in self.totals[-1]
+            ):
                 self.totals[-1][-1][1] = 0.0  # a later call needs another sum
                 return self
 
     def finish(self) -> Any:
-        """End the training, check the sums of each view, and return the views."""
+        """End the training, check the sums of each generation, and return the generations."""
         self.membership.leave(ended=True)
         self.communicator.close(together=True)
-        for (_, members), totals in zip(self.views, self.totals, strict=True):
+        for (_, members), totals in zip(self.generations, self.totals, strict=True):
             assert {total for total, _ in totals} <= {mask(*members)}
-        return self.views
+        return self.generations
 
 
 def stop(*args: Any) -> None:
@@ -147,7 +150,7 @@ def die_while_opening(rank: int, size: int, place: str) -> Any:
 @pytest.mark.parametrize(
     "place", ["before the others connect to it", "before it opens", "while all connect"]
 )
-def test_a_death_in_the_first_view_is_named(place: str) -> None:
+def test_a_death_in_the_first_generation_is_named(place: str) -> None:
     """Not that of another worker which ends because of it."""
     results = run(die_while_opening, place, workers=4, newcomers=0, may_die=(1,))
     for text in (results[0], *results[2:]):
@@ -167,8 +170,8 @@ def lose_another(rank: int, size: int, place: str) -> Any:
 
 
 @pytest.mark.parametrize("place", DURING)
-def test_a_member_may_die_during_a_view_change(place: str) -> None:
-    """At any step of it: the next lowest proposes, or another view follows, at once."""
+def test_a_member_may_die_during_a_membership_change(place: str) -> None:
+    """At any step of it: the next lowest proposes, or another generation follows, at once."""
     results = run(lose_another, place, workers=4, newcomers=0, may_die=(0, 2))
     for rank in (1, 3):
         assert results[rank][-1] == (1 if place in DURING[:2] else 2, (1, 3))
@@ -208,8 +211,8 @@ def test_without_the_store_no_worker_continues() -> None:
     """The error names the store and the remedy."""
     for rank, text in enumerate(run(lose_the_store, workers=3, newcomers=0, may_die=(0,))[1:], 1):
         assert re.match(
-            rf"rank {rank}: agreeing on the next view failed: the store at 127\.0\.0\.1:\d+ cannot "
-            "be reached",
+            rf"rank {rank}: agreeing on the next generation failed: the store at 127\.0\.0\.1:\d+ "
+            "cannot be reached",
             text,
         ), text
         assert "keep it in a process that outlives the workers, with offbeat store" in text
@@ -227,13 +230,13 @@ def be_stopped(rank: int, size: int) -> Any:
             worker.until(0, 1)
         worker.communicator.close()
         store().set("told", "")
-        store().wait(["0 saw it", "1 saw it"])  # else a view change could end their last sum
+        store().wait(["0 saw it", "1 saw it"])  # else a membership change could end their last sum
         again = Worker(size, size)  # this process, as a newcomer
         return str(caught.value), again.until(0, 1, size).finish()
     worker.until(0, 1)
     if rank == 0:
         os.kill(int(store().get("stopped")), signal.SIGCONT)
-    before = list(worker.until(0, 1, key="told").views)
+    before = list(worker.until(0, 1, key="told").generations)
     store().set(f"{rank} saw it", "")
     return before, worker.until(0, 1, size).finish(), warnings
 
@@ -243,18 +246,23 @@ def test_a_stopped_worker_is_left_behind() -> None:
 
     One of the others logs a warning.
     """
-    *others, (text, views) = run(be_stopped, workers=3, newcomers=0)
+    *others, (text, generations) = run(be_stopped, workers=3, newcomers=0)
     assert [warnings for _, _, warnings in others] == [
-        ["rank 0: view 1 continues without rank 2, which ended or did not answer within 0.5 s"],
+        [
+            "rank 0: generation 1 continues without rank 2, which ended or did not answer "
+            "within 0.5 s"
+        ],
         [],
     ]
     for before, after, _ in others:
         assert before == [(0, (0, 1, 2)), (1, (0, 1))]
         assert after == [*before, (2, (0, 1, 3))]
-    assert re.match(r"rank 2 was left behind at step \d+: ranks 0, 1 are in view 1", text), text
+    assert re.match(r"rank 2 was left behind at step \d+: ranks 0, 1 are in generation 1", text), (
+        text
+    )
     assert "The others wait 0.5 s for a silent worker" in text
     assert "Attach again to join them" in text
-    assert views == [(2, (0, 1, 3))]
+    assert generations == [(2, (0, 1, 3))]
 
 
 def be_late(rank: int, size: int, why: str) -> Any:
@@ -289,10 +297,10 @@ def stop_before_proposing(rank: int, size: int) -> Any:
 
 
 def test_a_member_that_falls_silent_before_it_proposes_is_left_behind() -> None:
-    """It has arrived, so it is in the next view; the one after excludes it."""
+    """It has arrived, so it is in the next generation; the one after excludes it."""
     results = run(stop_before_proposing, workers=4, newcomers=0, may_die=(0, 1))
-    for views in results[2:]:
-        assert views == [(0, (0, 1, 2, 3)), (2, (2, 3))]
+    for generations in results[2:]:
+        assert generations == [(0, (0, 1, 2, 3)), (2, (2, 3))]
 
 
 def be_stopped_before_opening(rank: int, size: int) -> Any:
@@ -322,7 +330,9 @@ def be_stopped_before_opening(rank: int, size: int) -> Any:
 def test_a_member_that_was_stopped_during_the_opening_is_left_behind() -> None:
     """However long it was stopped, its error says so, and not that its own time is up."""
     _, first, text, last = run(be_stopped_before_opening, workers=4, newcomers=0, may_die=(0,))
-    assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in view 2", text), text
+    assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in generation 2", text), (
+        text
+    )
     assert first == last == [(0, (0, 1, 2, 3)), (2, (1, 3))]
 
 
@@ -365,13 +375,13 @@ def test_a_minority_does_not_exclude_the_others(silent: set[int]) -> None:
     The second worker comes 0.3 s after the first, which came after 1.3 s. To a worker whose network
     is down, all others are ``silent``.
     """
-    for views in run(be_hasty, silent, workers=3, newcomers=0):
-        assert views == [(0, (0, 1, 2)), (1, (0, 1, 2))]
+    for generations in run(be_hasty, silent, workers=3, newcomers=0):
+        assert generations == [(0, (0, 1, 2)), (1, (0, 1, 2))]
 
 
 def lose_power(rank: int, size: int) -> Any:
     worker = Worker(rank, size, silence_seconds=TIMEOUT_SECONDS).until(*range(size))
-    meet("all are in view 0", rank, range(size))
+    meet("all are in generation 0", rank, range(size))
     if rank == 3:
         meet("the others have gone on", rank, range(size))
         worker.communicator.close()
@@ -385,8 +395,8 @@ def lose_power(rank: int, size: int) -> Any:
 
 def test_a_machine_without_power_is_not_awaited_for_long() -> None:
     """Its connections have failed in the kernel."""
-    *views, _ = run(lose_power, workers=4, newcomers=0)
-    assert views == [[(0, (0, 1, 2, 3)), (1, (0, 1, 2))]] * 3
+    *generations, _ = run(lose_power, workers=4, newcomers=0)
+    assert generations == [[(0, (0, 1, 2, 3)), (1, (0, 1, 2))]] * 3
 
 
 def go_away(rank: int, size: int) -> Any:
@@ -416,7 +426,7 @@ def come_too_late(rank: int, size: int) -> Any:
     return error_of(lambda: worker.until(2))[1]
 
 
-def test_no_view_begins_once_training_has_ended() -> None:
+def test_no_generation_begins_once_training_has_ended() -> None:
     """A late worker raises EndedError."""
     text = run(come_too_late, workers=3, newcomers=0)[2]
     assert text == "rank 2: the others have ended the training"
@@ -482,7 +492,7 @@ def log_of_this_process() -> list[str]:
 
 
 def be_divided(rank: int, size: int, cut: list[set[int]]) -> Any:
-    """Change the view while the pairs in ``cut`` cannot connect, although all reach the store."""
+    """Change the generation while pairs in ``cut`` cannot connect, although all reach the store."""
     worker = Worker(rank, size, silence_seconds=2.0).until(*range(size))
     lacking = {other for other in range(size) if {rank, other} in cut}
     connect, opened = membership.StoreMembership._communicator, heartbeats._open
@@ -511,15 +521,17 @@ def test_an_even_division_continues_on_the_side_of_the_lowest_worker() -> None:
     """The others raise the reason, and the remaining workers log a warning."""
     cut = [{0, 2}, {0, 3}, {1, 2}, {1, 3}]
     *left, third, fourth = run(be_divided, cut, workers=4, newcomers=0)
-    for rank, (views, warning) in enumerate(left):
-        assert views == [(0, (0, 1, 2, 3)), (2, (0, 1))]
+    for rank, (generations, warning) in enumerate(left):
+        assert generations == [(0, (0, 1, 2, 3)), (2, (0, 1))]
         assert warning == (
-            f"rank {rank}: view 2 continues without ranks 2, 3, "
+            f"rank {rank}: generation 2 continues without ranks 2, 3, "
             "which cannot connect to all of ranks 0, 1"
         )
     for rank, text in enumerate((third, fourth), start=2):
         assert text.startswith(f"rank {rank} was left behind at step "), text
-        assert "ranks 0, 1 are in view 2. It and they cannot all connect to each other" in text
+        assert (
+            "ranks 0, 1 are in generation 2. It and they cannot all connect to each other" in text
+        )
 
 
 # -- newcomers ------------------------------------------------------------------------------------
@@ -539,7 +551,7 @@ def come(rank: int, size: int, deaths: bool) -> Any:
 
 @pytest.mark.parametrize("deaths", [False, True])
 def test_a_newcomer_is_admitted(deaths: bool) -> None:
-    """It enters by a view change, with a new identity, also while another worker dies."""
+    """It enters by a membership change, with a new identity, also while another worker dies."""
     results = run(come, deaths, workers=3, newcomers=1, may_die=(1,) if deaths else ())
     members = (0, 2, 3) if deaths else (0, 1, 2, 3)
     for rank in members:
@@ -566,9 +578,9 @@ def come_and_die(rank: int, size: int, place: str) -> Any:
 def test_a_newcomer_may_die_while_it_joins(place: str) -> None:
     """At any step of it; the others continue."""
     results = run(come_and_die, place, workers=2, newcomers=1, may_die=(2,))
-    for views in results[:2]:
-        assert views[0] == (0, (0, 1))
-        assert views[-1][1] == (0, 1)
+    for generations in results[:2]:
+        assert generations[0] == (0, (0, 1))
+        assert generations[-1][1] == (0, 1)
 
 
 def join_the_last(rank: int, size: int) -> Any:
@@ -583,7 +595,7 @@ def join_the_last(rank: int, size: int) -> Any:
     return worker.until(0, 2).finish()
 
 
-def test_a_view_of_one_worker_can_be_joined() -> None:
+def test_a_generation_of_one_worker_can_be_joined() -> None:
     first, _, newcomer = run(join_the_last, workers=2, newcomers=1, may_die=(1,))
     assert first == [(0, (0, 1)), (1, (0,)), (2, (0, 2))]
     assert newcomer == first[-1:]
@@ -606,25 +618,25 @@ def send_late(rank: int, size: int) -> Any:
         communicator.receive(late, source=0, what="a message").wait()
     communicator.sum(total, what="a sum").wait()
     worker.finish()
-    return late.item(), total.item(), len(worker.views)
+    return late.item(), total.item(), len(worker.generations)
 
 
-def test_operations_of_a_later_view_have_the_full_time_limit() -> None:
-    """The opening of the view has less."""
+def test_operations_of_a_later_generation_have_the_full_time_limit() -> None:
+    """The opening of the generation has less."""
     assert run(send_late, workers=2, newcomers=0) == [(0.0, 2.0, 2), (1.0, 2.0, 2)]
 
 
-# -- many views -----------------------------------------------------------------------------------
+# -- many generations ------------------------------------------------------------------------------
 
 
 def change_often(rank: int, size: int, times: int) -> Any:
     gc.freeze()  # else each collection would traverse all imported objects
     worker, first = Worker(rank, size), (0, 0)
-    while worker.view.number < times:
+    while worker.generation.number < times:
         worker.until(*range(size))
-        if worker.view.number == 3:
+        if worker.generation.number == 3:
             first = held()
-        if worker.view.number % size == rank:
+        if worker.generation.number % size == rank:
             worker.change()
         else:
             worker.step()
@@ -634,8 +646,8 @@ def change_often(rank: int, size: int, times: int) -> Any:
 
 
 @pytest.mark.parametrize("times", some([8, 30], 0))
-def test_view_changes_release_threads_and_descriptors(times: int) -> None:
+def test_membership_changes_release_threads_and_descriptors(times: int) -> None:
     """One more may exist, because at the first count a connection may not have been used yet."""
-    for first, last, views in run(change_often, times, workers=3, newcomers=0):
-        assert [number for number, _ in views] == list(range(times + 1))
+    for first, last, generations in run(change_often, times, workers=3, newcomers=0):
+        assert [number for number, _ in generations] == list(range(times + 1))
         assert all(a <= b + 1 for a, b in zip(last, first, strict=True)), (first, last)

@@ -84,7 +84,7 @@ def test_the_workers_live_as_the_scenario_says(used: dict[int, list[float]]) -> 
     starts, ends = [each[0].start for each in own], [each[-1].end for each in own]
     assert max(starts[:4]) < 0.02
     assert ends[2] == pytest.approx(0.2)
-    # A newcomer waits for a step of the others, 0.05 s for the next view, and for the model.
+    # A newcomer waits for a step of the others, 0.05 s for the next generation, and for the model.
     assert 0.3 < starts[4] < 0.4
     assert 0.4 < starts[5] < 0.5
     assert max(ends) - min(ends[:2] + ends[3:]) < 0.025  # about one batch of 10 ms

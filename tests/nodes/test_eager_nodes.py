@@ -46,10 +46,10 @@ def require_equal_nodes(results: list[Any]) -> None:
     for i, row in enumerate(ROWS):
         for rank, (of_rank, _) in enumerate(results):
             trace, final, landings = of_rank[i]
-            twin = results[rank ^ 1][0][i]
-            assert all(map(torch.equal, trace, twin[0])), row
+            duplicate = results[rank ^ 1][0][i]
+            assert all(map(torch.equal, trace, duplicate[0])), row
             assert torch.equal(final, results[0][0][i][1]), row
-            assert landings == twin[2] > 0, row
+            assert landings == duplicate[2] > 0, row
         traces = results[0][0][i][0], results[2][0][i][0]
         assert not all(map(torch.equal, *traces)), "different nodes have different models"
     for i, parts in enumerate(REPLAYED.values()):

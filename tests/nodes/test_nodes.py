@@ -86,8 +86,8 @@ def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:
             trace, final, sent, syncs = found[i]
             expected, at_end, of_one, decided = plain[rank // 2]
             assert syncs == decided, text
-            twin = results[rank ^ 1][i]
-            for one, same, other in zip(trace, twin[0], expected, strict=True):
+            duplicate = results[rank ^ 1][i]
+            for one, same, other in zip(trace, duplicate[0], expected, strict=True):
                 assert torch.equal(one, same), text
                 close(one, other, 1e-11)
             assert torch.equal(final, results[0][i][1]), text

@@ -82,9 +82,9 @@ def exchange(
     finite = message.finite()
     if not contribute:
         message.clear()
-    handle = message.start([team.rank, math.pi])
+    future = message.start([team.rank, math.pi])
     counted = team.account.payload_bytes
-    handle.wait()
+    future.wait()
     assert team.account.payload_bytes == counted, "all bytes count at the start"
     totals, sent = ([torch.full((n,), 9.0) for n in LENGTHS] for _ in range(2))
     for index, elements in enumerate(LENGTHS):

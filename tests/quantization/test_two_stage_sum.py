@@ -22,20 +22,20 @@ def repeated_sums(wire: Wire, team: Team, *, at_random: bool) -> list[list[Tenso
     moments = random.Random(team.rank)
     results = []
     for repetition in range(3):
-        handles = []
+        futures = []
         for i, length in enumerate(LENGTHS):
             x = values(100 * repetition + 10 * i + team.rank, length)
-            handles.append(start_sum(wire, x, f"sum {i}"))
+            futures.append(start_sum(wire, x, f"sum {i}"))
             if not at_random:
-                handles[i].wait()
+                futures[i].wait()
                 continue
             for _ in range(moments.randrange(4)):
-                moments.choice(handles).done()
+                moments.choice(futures).done()
             if i == 4:
                 assert team.communicator.sum(torch.ones(1), what="test").wait().item() == team.size
-        for handle in moments.sample(handles, len(handles)):
-            handle.wait()
-        results.append([handle.wait() for handle in handles])
+        for future in moments.sample(futures, len(futures)):
+            future.wait()
+        results.append([future.wait() for future in futures])
     return results
 
 
@@ -52,16 +52,16 @@ def test_results_do_not_depend_on_when_workers_poll(world: Any) -> None:
 def poll_early(wire: Wire, team: Team) -> bool:
     tensor = torch.zeros(1)
     if team.rank == 0:
-        handle = start_sum(wire, torch.ones(4000))
-        early = handle.done()
+        future = start_sum(wire, torch.ones(4000))
+        early = future.done()
         for other in range(1, team.size):  # only now let the others start
             team.communicator.send(tensor, destination=other, tag=5, what="go").wait()
     else:
         team.communicator.receive(tensor, source=0, tag=5, what="go").wait()
-        handle, early = start_sum(wire, torch.ones(4000)), False
-    while not handle.done():
+        future, early = start_sum(wire, torch.ones(4000)), False
+    while not future.done():
         pass
-    return not early and bool((handle.wait() == team.size).all())
+    return not early and bool((future.wait() == team.size).all())
 
 
 @every_world
@@ -74,10 +74,10 @@ def test_done_never_blocks(world: Any) -> None:
 
 def one_is_busy(wire: Wire, team: Team) -> bool:
     """Start two sums. The training thread of rank 0 is busy until the others have both results."""
-    handles = [start_sum(wire, torch.ones(4000)) for _ in range(2)]
+    futures = [start_sum(wire, torch.ones(4000)) for _ in range(2)]
     if team.rank == 0:
         meet("the others have the sums", [0, 1, 2])
-    totals = [handle.wait() for handle in handles]
+    totals = [future.wait() for future in futures]
     if team.rank > 0:
         meet("the others have the sums", [0, 1, 2])
     return all(bool((total == team.size).all()) for total in totals)
@@ -90,11 +90,11 @@ def test_a_sum_does_not_wait_for_a_busy_worker() -> None:
 
 def busy_in_virtual_time(wire: Wire, team: Team) -> float:
     """Start two sums. The training thread of rank 0 computes for a step."""
-    handles = [start_sum(wire, torch.ones(4000)) for _ in range(2)]
+    futures = [start_sum(wire, torch.ones(4000)) for _ in range(2)]
     if team.rank == 0:
         team.host.computed(1)
-    for handle in handles:
-        handle.wait()
+    for future in futures:
+        future.wait()
     return team.host.now()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from offbeat.quantization.message import QuantizedMessage, Section, Stream
 from offbeat.quantization.wire import Wire
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import Handle
+from offbeat.transport.future import Future
 from offbeat.transport.team import Team
 from transport import communicators
 
@@ -36,7 +36,7 @@ def _on_wire(function: Function, precision: Any, communicator: Communicator) -> 
 every_world = pytest.mark.parametrize("world", [gloo, simulated], ids=["gloo", "simulated"])
 
 
-def start_sum(wire: Wire, x: Tensor, what: str = "a sum") -> Handle[Tensor]:
+def start_sum(wire: Wire, x: Tensor, what: str = "a sum") -> Future[Tensor]:
     """Start to replace ``x`` by its quantized sum over the workers, in two stages."""
     stream = Stream(x.numel(), x.dtype, x.device)
     stream.make_errors(wire.team.size)

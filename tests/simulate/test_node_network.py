@@ -171,16 +171,16 @@ def test_messages_of_a_node_queue_at_its_link() -> None:
         communicator: Any = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
         x = torch.zeros(size // 4)
         if rank in (0, 1):
-            handles = [communicator.send(x, destination=rank + 2, what="across")]
+            futures = [communicator.send(x, destination=rank + 2, what="across")]
             if rank == 0:
-                handles.append(communicator.send(x, destination=1, tag=1, what="inside"))
+                futures.append(communicator.send(x, destination=1, tag=1, what="inside"))
             else:
-                handles.append(communicator.receive(x, source=0, tag=1, what="inside"))
-                handles[-1].wait()
+                futures.append(communicator.receive(x, source=0, tag=1, what="inside"))
+                futures[-1].wait()
                 return float(communicator.host.now())
         else:
-            handles = [communicator.receive(x, source=rank - 2, what="across")]
-        for one in handles:
+            futures = [communicator.receive(x, source=rank - 2, what="across")]
+        for one in futures:
             one.wait()
         return float(communicator.host.now())
 

@@ -392,10 +392,10 @@ def when_received(
         rank, x = communicator.rank, torch.zeros(elements)
         to = [destination for source, destination in messages if source == rank]
         of = [source for source, destination in messages if destination == rank]
-        handles = [communicator.send(x, destination=other, what="part") for other in to]
-        handles += [communicator.receive(x, source=other, what="part") for other in of]
-        for handle in handles:
-            handle.wait()
+        futures = [communicator.send(x, destination=other, what="part") for other in to]
+        futures += [communicator.receive(x, source=other, what="part") for other in of]
+        for future in futures:
+            future.wait()
         return float(communicator.host.now())
 
     return simulate(worker, workers=workers, network=network).results

@@ -3,19 +3,21 @@
 from collections.abc import Sequence
 from typing import Any
 
-from offbeat.strategies.base import Strategy, Tally, WorkerView
+from offbeat.strategies.base import Strategy, SummedVotes, WorkerView
 
 
-def tally(stepping: int = 1, wanted: float = 0.0, votes: tuple[float, ...] = ()) -> Tally:
-    return Tally(lambda: (stepping, wanted, votes))
+def summed_votes(
+    stepping: int = 1, wanted: float = 0.0, votes: tuple[float, ...] = ()
+) -> SummedVotes:
+    return SummedVotes(lambda: (stepping, wanted, votes))
 
 
 def _unread() -> Any:
-    raise AssertionError("the tally was read")
+    raise AssertionError("the summed votes were read")
 
 
-UNREAD = Tally(_unread)
-"""A tally that has not arrived: to read it would wait."""
+UNREAD = SummedVotes(_unread)
+"""Summed votes that have not arrived: to read them would wait."""
 
 
 class Workers:
@@ -35,7 +37,7 @@ class Workers:
         self.views = [WorkerView(rank=rank, size=size, **view) for rank in range(size)]
         for one in self.views:
             one.state = strategy.state(one)
-        self._before: Tally | None = None
+        self._before: SummedVotes | None = None
 
     def step(self, norms: Sequence[float] = (), *, stepping: int | None = None) -> float | None:
         """One step of the first ``stepping`` workers. Returns the parts that its round launches.
@@ -58,9 +60,9 @@ class Workers:
             return None
         votes = [strategy.vote(view) for view in self.views]
         sums = tuple(map(sum, zip(*votes, strict=True)))
-        now = tally(len(due), sum(due), sums)
+        now = summed_votes(len(due), sum(due), sums)
         chosen = now
-        if strategy.tally_delay:
+        if strategy.vote_delay:
             chosen, self._before = self._before or UNREAD, now
         if chosen is UNREAD:
             return 0

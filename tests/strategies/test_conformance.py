@@ -13,7 +13,7 @@ import offbeat
 import workers
 from cells import some
 from loops import Sink, attach, close, restart
-from offbeat.strategies.base import SharedModel
+from offbeat.strategies.base import GlobalModel
 from offbeat_lab.baselines import STRATEGIES
 from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step, wide_step
 from strategies.references import Reference, SelSync
@@ -118,7 +118,7 @@ def test_values_are_those_of_the_reference(
         close(result["end"], reference.mean(), 1e-11)
         assert torch.equal(result["end"], results[0]["end"])
     averages = row.strategy.averages()
-    if isinstance(averages, SharedModel) and averages.blocking and len(set(steps)) == 1:
+    if isinstance(averages, GlobalModel) and averages.blocking and len(set(steps)) == 1:
         for time_, synced in enumerate(reference.synced):
             first, *others = (result["trace"][time_] for result in results)
             assert [torch.equal(first, other) for other in others] == [synced] * len(others)
@@ -131,7 +131,7 @@ def check_counts(
     for rank, result in enumerate(results):
         own, _, syncs, payload = result["counted"]
         assert (own, syncs) == (steps[rank], sum(reference.synced[: steps[rank]]))
-        if isinstance(row.strategy.averages(), SharedModel):
+        if isinstance(row.strategy.averages(), GlobalModel):
             assert result["details"]["launches"] == result["details"]["landings"]
             assert result["details"]["launches"] == reference.launches
         if len(set(steps)) == 1 and len(steps) > 1:

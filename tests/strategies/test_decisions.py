@@ -20,9 +20,9 @@ from offbeat import (
     StreamingAveraging,
     parse_strategy,
 )
-from offbeat.strategies.base import Outer, SharedModel, Strategy, WorkerView
+from offbeat.strategies.base import GlobalModel, Outer, Strategy, WorkerView
 from offbeat.strategies.trigger import RelativeChange, ThresholdController
-from strategies.decisions import UNREAD, Workers, tally
+from strategies.decisions import UNREAD, Workers, summed_votes
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_the_default_wire(text: str, wire: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SharedModel(parts=0), "parts must be at least 1, got 0"),
-        (lambda: SharedModel(lands=-1), 'lands must be at least 0, or "arrived"; got -1'),
-        (lambda: SharedModel(lands=2, optimizer_state=True), "optimizer_state requires lands=0"),
+        (lambda: GlobalModel(parts=0), "parts must be at least 1, got 0"),
+        (lambda: GlobalModel(lands=-1), 'lands must be at least 0, or "arrived"; got -1'),
+        (lambda: GlobalModel(lands=2, optimizer_state=True), "optimizer_state requires lands=0"),
         (
-            lambda: SharedModel(error_feedback=True, outer=Outer(0.7)),
+            lambda: GlobalModel(error_feedback=True, outer=Outer(0.7)),
             r"error_feedback requires an outer learning rate of 1.*got lr=0\.7",
         ),
     ],
@@ -278,7 +278,7 @@ def test_the_outer_momentum_never_grows_by_itself() -> None:
     for (stepping, steps), age in zip(
         ((3, 240.0), (2, 100.0), (2, 110.0)), (80, 0, 5), strict=True
     ):
-        fade, ahead = strategy.outer_step(view, 0, tally(stepping, 3.0, (steps, 0.0, 0.0)))
+        fade, ahead = strategy.outer_step(view, 0, summed_votes(stepping, 3.0, (steps, 0.0, 0.0)))
         assert fade == pytest.approx(math.exp(-age / 50))
         assert ahead == pytest.approx(2 * (1 - fade))
 
@@ -286,9 +286,9 @@ def test_the_outer_momentum_never_grows_by_itself() -> None:
 def test_a_message_of_a_barrier_does_not_shorten_the_memory_of_the_momentum() -> None:
     """No worker steps then, so the votes say nothing about the steps since the last launch."""
     strategy, view = streaming(size=3, outer_gain=3.0)
-    strategy.outer_step(view, 0, tally(3, 3.0, (240.0, 0.0, 0.0)))
-    assert strategy.outer_step(view, 0, tally(0, 0.0, (0.0, 0.0, 0.0))) == (1.0, 0.0)
-    fade, _ = strategy.outer_step(view, 0, tally(3, 3.0, (246.0, 0.0, 0.0)))
+    strategy.outer_step(view, 0, summed_votes(3, 3.0, (240.0, 0.0, 0.0)))
+    assert strategy.outer_step(view, 0, summed_votes(0, 0.0, (0.0, 0.0, 0.0))) == (1.0, 0.0)
+    fade, _ = strategy.outer_step(view, 0, summed_votes(3, 3.0, (246.0, 0.0, 0.0)))
     assert fade == pytest.approx(math.exp(-2 / 50))
 
 

@@ -11,7 +11,7 @@ import torch
 import workers
 from loops import attach, sgd
 from offbeat import parse_strategy
-from offbeat.extend import SharedModel, Tally, WorkerView
+from offbeat.extend import GlobalModel, SummedVotes, WorkerView
 from offbeat.strategies import Strategy
 from pages import ROOT, code_on
 from problems import flat, make_wide, wide_step
@@ -54,7 +54,7 @@ def test_processes_and_the_simulator_agree_over_every_wire(own: Strategy, wire: 
 
 @dataclass
 class Decided:
-    """Local step and ``Tally.stepping`` of each call of ``decide`` during training."""
+    """Local step and ``SummedVotes.stepping`` of each call of ``decide`` during training."""
 
     calls: list[tuple[int, int]] = field(default_factory=list)
 
@@ -63,8 +63,8 @@ class Decided:
 class EveryFourth(Strategy):
     """A message in every fourth step."""
 
-    def averages(self) -> SharedModel:
-        return SharedModel(lands="arrived")
+    def averages(self) -> GlobalModel:
+        return GlobalModel(lands="arrived")
 
     def state(self, worker: WorkerView) -> Decided:
         return Decided()
@@ -72,9 +72,9 @@ class EveryFourth(Strategy):
     def due(self, worker: WorkerView) -> float:
         return float(worker.since_launch >= 4)
 
-    def decide(self, worker: WorkerView, tally: Tally) -> float:
+    def decide(self, worker: WorkerView, sums: SummedVotes) -> float:
         if worker.stepping:
-            worker.state.calls.append((worker.step, tally.stepping))
+            worker.state.calls.append((worker.step, sums.stepping))
             worker.details["calls"] = worker.state.calls
         return 1
 

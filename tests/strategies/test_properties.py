@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import worlds
 from loops import attach, close, start
-from offbeat.strategies.base import SharedModel
+from offbeat.strategies.base import GlobalModel
 from problems import OPTIMIZERS, flat, loss_of, make_batch, make_model, train_step
 from strategies.rows import ROWS, Row, each, first_of_each
 from worlds import run
@@ -190,7 +190,7 @@ def told(rank: int, size: int, text: str, folder: str) -> tuple[str, dict[str, A
 def test_telemetry_is_json(row: Row, tmp_path: Path) -> None:
     """Records and totals are plain values, and finite.
 
-    All strategies with a shared model count launches and landings, and if they do not block,
+    All strategies with a global model count launches and landings, and if they do not block,
     staleness.
     """
     averages = row.strategy.averages()
@@ -201,7 +201,7 @@ def test_telemetry_is_json(row: Row, tmp_path: Path) -> None:
         assert [record["step"] for record in records] == list(range(1, 9))
         assert {record["decision"] for record in records} <= {"sync", "local"}
         assert {record["rank"] for record in records} == {rank}
-        if not isinstance(averages, SharedModel):
+        if not isinstance(averages, GlobalModel):
             continue
         assert details["parts"] >= 1
         assert details["launches"] == details["landings"] > 0

@@ -90,8 +90,8 @@ def step_with(rank: int, size: int, kind: str, factor: float) -> None:
     model = make_model(seed=rank)
     optimizer = ADAMS[kind](model.parameters())
     sync = attach(model, optimizer, LOCAL, adam_correction=True)
-    twin = copy.deepcopy(model)
-    reference = ADAMS[kind](twin.parameters())
+    duplicate = copy.deepcopy(model)
+    reference = ADAMS[kind](duplicate.parameters())
     group = reference.param_groups[0]
     group["lr"] = group["lr"] * factor
     if group["decoupled_weight_decay"]:
@@ -99,9 +99,9 @@ def step_with(rank: int, size: int, kind: str, factor: float) -> None:
     before = copy.deepcopy(optimizer.param_groups[0]["lr"])
     for step in range(3):
         sync.stats.details["lr_factor"] = [factor]
-        for one, its in ((model, optimizer), (twin, reference)):
+        for one, its in ((model, optimizer), (duplicate, reference)):
             train_step(one, its, make_batch(rank, step))
-        close(flat(model), flat(twin), 1e-13)
+        close(flat(model), flat(duplicate), 1e-13)
         assert optimizer.param_groups[0]["lr"] == before
         assert optimizer.param_groups[0]["weight_decay"] == 0.1
     sync.detach()

@@ -16,7 +16,7 @@ from torch import nn
 import offbeat
 from loops import attach
 from offbeat import Compute, Network, simulate
-from offbeat.extend import SharedModel, WorkerView
+from offbeat.extend import GlobalModel, WorkerView
 
 PACKAGE = Path(offbeat.__file__).parent
 SIMULATOR = PACKAGE / "simulate", PACKAGE / "arguments.py"
@@ -26,8 +26,8 @@ SIMULATOR = PACKAGE / "simulate", PACKAGE / "arguments.py"
 class Never(offbeat.Strategy):
     """Requests no round."""
 
-    def averages(self) -> SharedModel:
-        return SharedModel()
+    def averages(self) -> GlobalModel:
+        return GlobalModel()
 
     def due(self, worker: WorkerView) -> float:
         return 0.0

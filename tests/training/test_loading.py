@@ -110,8 +110,8 @@ def copies(rank: int, size: int) -> None:
     file = io.BytesIO()
     torch.save(model, file)
     assert b"offbeat" not in file.getvalue(), "the file can be read without Offbeat"
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        twin.load_state_dict(make_model(seed=7).state_dict())
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        duplicate.load_state_dict(make_model(seed=7).state_dict())
     train_step(model, sync._worker.optimizers[0].optimizer, make_batch(0, 0))
     sync.finish()
 

@@ -68,7 +68,9 @@ def test_a_consensus_on_one_rank_warns(text: str, caplog: pytest.LogCaptureFixtu
         assert late > early
     for seconds, steps in numbers:  # two workers with a step each second, at its beginning
         assert steps >= 10
-        assert abs(steps - 2 * seconds) <= 2 * 10, "the first tally is up to one period late"
+        assert abs(steps - 2 * seconds) <= 2 * 10, (
+            "the first summed votes are up to one period late"
+        )
 
 
 @pytest.mark.parametrize("text", ["local:period=4", "streaming:staleness=8"])

@@ -83,23 +83,23 @@ def test_closing_reaches_the_communicator() -> None:
 
 
 @worlds_without_processes
-def test_a_twin_shares_the_account(world: World) -> None:
-    """So does a twin of a twin. Nothing counts while the account is paused."""
+def test_a_duplicate_shares_the_account(world: World) -> None:
+    """So does a duplicate of a duplicate. Nothing counts while the account is paused."""
 
     def work(communicator: Communicator) -> Any:
-        account, twin = communicator.account, communicator.twin()
-        other = twin.twin()
-        alike = (twin.rank, twin.size, twin.host) == (
+        account, duplicate = communicator.account, communicator.duplicate()
+        other = duplicate.duplicate()
+        alike = (duplicate.rank, duplicate.size, duplicate.host) == (
             communicator.rank,
             communicator.size,
             communicator.host,
         )
-        twin.sum(torch.zeros(7), what="test").wait()
+        duplicate.sum(torch.zeros(7), what="test").wait()
         other.gather(torch.zeros(3), what="test").wait()
         counted, waited = account.payload_bytes, account.wait_seconds
         with account.paused():
-            twin.sum(torch.zeros(7), what="test").wait()
-            twin.exchange(torch.zeros(2 * communicator.size), what="test").wait()
+            duplicate.sum(torch.zeros(7), what="test").wait()
+            duplicate.exchange(torch.zeros(2 * communicator.size), what="test").wait()
         paused = account.payload_bytes - counted, account.wait_seconds - waited
         return alike, counted, waited, paused
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from loops import error_of
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import Handle
+from offbeat.transport.future import Future
 from offbeat.transport.torch_backend import process_groups as groups
 from offbeat.transport.torch_backend import threads
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
@@ -31,44 +31,44 @@ def open_one(**settings: float) -> TorchCommunicator:
 # -- resources ------------------------------------------------------------------------------------
 
 
-def close_together(communicator: Communicator, twin: Communicator) -> Any:
-    twin.sum(torch.ones(1000), what="a sum").wait()
+def close_together(communicator: Communicator, duplicate: Communicator) -> Any:
+    duplicate.sum(torch.ones(1000), what="a sum").wait()
     communicator.close(together=True)
     communicator.close()
 
 
-def close_alone(communicator: Communicator, twin: Communicator) -> Any:
-    twin.sum(torch.ones(1000), what="a sum").wait()
+def close_alone(communicator: Communicator, duplicate: Communicator) -> Any:
+    duplicate.sum(torch.ones(1000), what="a sum").wait()
     dist.barrier()
     communicator.close()
 
 
-def close_under_way(communicator: Communicator, twin: Communicator) -> Any:
-    """Close with operations that no peer answers, whose handles are kept."""
+def close_under_way(communicator: Communicator, duplicate: Communicator) -> Any:
+    """Close with operations that no peer answers, whose futures are kept."""
     after, before = (
         (communicator.rank + 1) % communicator.size,
         (communicator.rank - 1) % communicator.size,
     )
-    handles: list[Handle[Any]] = [
+    futures: list[Future[Any]] = [
         communicator.receive(torch.zeros(1), source=before, tag=7, what="a message"),
-        twin.send(torch.zeros(10**6), destination=after, tag=8, what="a message"),
+        duplicate.send(torch.zeros(10**6), destination=after, tag=8, what="a message"),
     ]
     if communicator.rank == 0:
-        handles.append(twin.sum(torch.ones(1000), what="a sum"))
+        futures.append(duplicate.sum(torch.ones(1000), what="a sum"))
     dist.barrier()
     communicator.close()
-    assert "has given up" in error_of(handles[0].wait)[1]
-    return handles
+    assert "has given up" in error_of(futures[0].wait)[1]
+    return futures
 
 
-def close_with_an_activity(communicator: Communicator, twin: Communicator) -> Any:
+def close_with_an_activity(communicator: Communicator, duplicate: Communicator) -> Any:
     """Close with a thread inside gloo."""
     before = (communicator.rank - 1) % communicator.size
     errors: list[Exception] = []
 
     def activity() -> None:
         try:
-            twin.receive(torch.zeros(1), source=before, what="x", patient=True).wait()
+            duplicate.receive(torch.zeros(1), source=before, what="x", patient=True).wait()
         except Exception as error:  # unexplained, if a peer has closed first
             errors.append(error)
 
@@ -79,14 +79,14 @@ def close_with_an_activity(communicator: Communicator, twin: Communicator) -> An
     return errors
 
 
-def close_after_a_failure(communicator: Communicator, twin: Communicator) -> Any:
+def close_after_a_failure(communicator: Communicator, duplicate: Communicator) -> Any:
     """Rank 0 closes; the others fail, keep their errors, and close."""
     kept: list[Any] = []
     if communicator.rank > 0:
         kept.append(communicator.sum(torch.ones(1000), what="a sum"))
         for _ in range(2):  # the first fails in flight, the second at its start
             with pytest.raises(CommunicationError, match="lost the connection to rank 0") as caught:
-                twin.receive(torch.zeros(1), source=0, what="a message").wait()
+                duplicate.receive(torch.zeros(1), source=0, what="a message").wait()
             kept.append(caught.value)
     communicator.close()
     return kept
@@ -106,7 +106,7 @@ def open_and_close(rank: int, size: int, ways: list[Any], times: int) -> Any:
     counts, kept = [held()], []
     for i in range(times):
         communicator = open_one()
-        kept.append(ways[i % len(ways)](communicator, communicator.twin()))
+        kept.append(ways[i % len(ways)](communicator, communicator.duplicate()))
         counts.append(held(counts[0]))
     dist.barrier()
     return counts
@@ -116,7 +116,7 @@ def open_and_close(rank: int, size: int, ways: list[Any], times: int) -> Any:
     ("size", "times"), [(2, 20), pytest.param(3, 25, marks=pytest.mark.nightly)]
 )
 def test_closing_releases_threads_and_descriptors(size: int, times: int) -> None:
-    """As many exist as before, however it was closed, while errors and handles live on.
+    """As many exist as before, however it was closed, while errors and futures live on.
 
     Pitfall 32.
     """
@@ -239,34 +239,34 @@ def test_closing_waits_for_computing_threads_but_not_for_operations_that_gloo_ca
 
 def use_a_closed_one(rank: int, size: int, under_way: bool) -> Any:
     communicator = open_one()
-    twin, x = communicator.twin(), torch.ones(1)
+    duplicate, x = communicator.duplicate(), torch.ones(1)
     ended = communicator.sum(torch.ones(1), what="an early sum")
     ended.wait()
-    handles: list[Handle[Any]] = []
+    futures: list[Future[Any]] = []
     if under_way:
-        handles = [communicator.receive(x, source=1 - rank, tag=3, what="a message")]
-        handles += [communicator.await_promise(communicator.host.promise(), what="a promise")]
+        futures = [communicator.receive(x, source=1 - rank, tag=3, what="a message")]
+        futures += [communicator.await_promise(communicator.host.promise(), what="a promise")]
     dist.barrier()
     communicator.close()
-    texts = [error_of(handle.wait)[1] for handle in handles]
-    starts: list[Callable[[], Handle[Any]]] = [
+    texts = [error_of(future.wait)[1] for future in futures]
+    starts: list[Callable[[], Future[Any]]] = [
         lambda: communicator.sum(x, what="a sum"),
-        lambda: twin.gather(x, what="a gather"),
+        lambda: duplicate.gather(x, what="a gather"),
         lambda: communicator.send(x, destination=1 - rank, what="a send"),
-        lambda: twin.receive(x, source=1 - rank, what="a receive"),
+        lambda: duplicate.receive(x, source=1 - rank, what="a receive"),
         lambda: communicator.await_promise(communicator.host.promise(), what="a promise"),
     ]
     texts += [error_of(lambda start=start: start().wait())[1] for start in starts]
     kept = communicator.host.promise()
     kept.fulfil(3)
     assert communicator.await_promise(kept, what="a kept promise").wait() == 3
-    assert all(handle.done() for handle in handles[:1])
+    assert all(future.done() for future in futures[:1])
     return texts, ended.wait().item()
 
 
 @pytest.mark.parametrize("under_way", [False, True])
 def test_operations_after_close_raise_an_explicit_error(under_way: bool) -> None:
-    """This holds for twins, too. Results from before the call remain."""
+    """This holds for duplicates, too. Results from before the call remain."""
     names = ["a sum", "a gather", "a send", "a receive", "a promise"]
     for rank, (texts, early) in enumerate(run(use_a_closed_one, under_way, workers=2)):
         if under_way:
@@ -285,12 +285,12 @@ def end_together(rank: int, size: int, times: int) -> Any:
     alone, totals = 0, []
     for i in range(times):
         communicator = open_one()
-        busy = communicator.twin()
+        busy = communicator.duplicate()
         last = [communicator.sum(torch.full((30_000,), 1.0 + rank), what="a sum") for _ in range(3)]
         gathered = busy.gather(torch.full((30_000,), float(rank)), what="a gather")
         if rank == i % size:  # a different worker each time, which has not seen its results
             time.sleep(0.02)
-        totals.append([handle.wait().unique().tolist() for handle in last])
+        totals.append([future.wait().unique().tolist() for future in last])
         totals[-1] += [part.unique().tolist() for part in gathered.wait()]
         store.set(f"closing {i}/{rank}", "")
         store.check([f"closing {i}/{rank}"])  # set() does not wait for the store: this does
@@ -334,7 +334,7 @@ def open_again(rank: int, size: int) -> Any:
         communicator = open_one()
         before = dist.new_group([0, 1]) if i % 2 else None
         second = open_one()
-        totals += [total(one) for one in (communicator, second, communicator.twin())]
+        totals += [total(one) for one in (communicator, second, communicator.duplicate())]
         if before is not None:
             dist.destroy_process_group(before)
         communicator.close(together=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import offbeat
 from offbeat.transport.communicator import Communicator, Kind
-from offbeat.transport.handle import Handle
+from offbeat.transport.future import Future
 from offbeat.transport.host import Promise
 from transport.communicators import World, every_world, gloo, simulated, single
 
@@ -111,8 +111,8 @@ def test_messages_match_by_source_and_tag_and_arrive_in_order(world: World) -> N
                 communicator.receive(header, source=other, tag=1, what="test", patient=True).wait()
                 later.wait()
                 received.append((other, header.item(), values))
-        for handle in sends:
-            handle.wait()
+        for future in sends:
+            future.wait()
         return received
 
     results = world(work)
@@ -152,7 +152,7 @@ def test_gather_bytes_takes_any_lengths(world: World) -> None:
         assert [tuple(got) for got in result] == want
 
 
-# -- handles --------------------------------------------------------------------------------------
+# -- futures --------------------------------------------------------------------------------------
 
 
 @every_world
@@ -160,12 +160,12 @@ def test_operations_may_overlap_and_end_in_any_order(world: World) -> None:
     """They do not mix. ``wait`` can be repeated, and gives the same result."""
 
     def work(communicator: Communicator) -> Any:
-        handles: list[Handle[Any]] = []
+        futures: list[Future[Any]] = []
         for i in range(4):
-            handles.append(communicator.sum(numbers(communicator.rank) * (i + 1), what="test"))
-            handles.append(communicator.maximum(numbers(communicator.rank) * (i + 1), what="test"))
-        backwards = [handle.wait() for handle in reversed(handles)]
-        again = [handle.done() and handle.wait() for handle in reversed(handles)]
+            futures.append(communicator.sum(numbers(communicator.rank) * (i + 1), what="test"))
+            futures.append(communicator.maximum(numbers(communicator.rank) * (i + 1), what="test"))
+        backwards = [future.wait() for future in reversed(futures)]
+        again = [future.done() and future.wait() for future in reversed(futures)]
         return backwards[::-1], all(a is b for a, b in zip(backwards, again, strict=True))
 
     results = world(work)
@@ -187,13 +187,13 @@ def test_done_is_false_until_all_workers_have_started(world: World) -> None:
             return True
         tensor = torch.zeros(1)
         if communicator.rank == 0:
-            handle = communicator.sum(torch.ones(1), what="test")
-            early = handle.done()
+            future = communicator.sum(torch.ones(1), what="test")
+            early = future.done()
             for other in range(1, communicator.size):  # only now let the others start
                 communicator.send(tensor, destination=other, tag=5, what="go").wait()
-            while not handle.done():
+            while not future.done():
                 pass
-            return not early and handle.wait().item() == communicator.size
+            return not early and future.wait().item() == communicator.size
         communicator.receive(tensor, source=0, tag=5, what="go").wait()
         return communicator.sum(torch.ones(1), what="test").wait().item() == communicator.size
 
@@ -211,11 +211,11 @@ def test_then_applies_the_function_once(world: World) -> None:
             calls.append(1)
             return float(result.sum())
 
-        handle = communicator.sum(numbers(communicator.rank), what="test").then(total)
+        future = communicator.sum(numbers(communicator.rank), what="test").then(total)
         before = len(calls)
-        doubled = handle.then(lambda value: 2 * value)
-        values = [doubled.wait(), doubled.wait(), handle.wait()]
-        return before, len(calls), values, handle.done() and doubled.done()
+        doubled = future.then(lambda value: 2 * value)
+        values = [doubled.wait(), doubled.wait(), future.wait()]
+        return before, len(calls), values, future.done() and doubled.done()
 
     results = world(work)
     want = float(sum(numbers(rank).sum() for rank in size_of(results)))
@@ -224,11 +224,11 @@ def test_then_applies_the_function_once(world: World) -> None:
         assert values == [2 * want, 2 * want, want]
 
 
-# -- twins, communicators, activities --------------------------------------------------------------
+# -- duplicates, communicators, activities ---------------------------------------------------------
 
 
-def twin(communicator: Communicator) -> Communicator:
-    return communicator.twin()
+def duplicate(communicator: Communicator) -> Communicator:
+    return communicator.duplicate()
 
 
 def another(communicator: Communicator) -> Communicator:
@@ -239,10 +239,10 @@ def another(communicator: Communicator) -> Communicator:
 
 @pytest.mark.parametrize(
     ("world", "other"),
-    [(gloo, twin), (single, twin), (simulated, twin), (simulated, another)],
+    [(gloo, duplicate), (single, duplicate), (simulated, duplicate), (simulated, another)],
 )
 def test_each_communicator_has_its_own_order_of_operations(world: World, other: Any) -> None:
-    """Workers start operations of two twins and the original in different orders.
+    """Workers start operations of two duplicates and the original in different orders.
 
     Messages of one sender and tag do not mix, either.
     """
@@ -260,8 +260,8 @@ def test_each_communicator_has_its_own_order_of_operations(world: World, other: 
         for one in several[::-1] if size > 1 else ():
             message, before = torch.zeros(3).double(), (rank - 1) % size
             received.append(one.receive(message, source=before, tag=3, what="a message").wait())
-        for handle in sent:
-            handle.wait()
+        for future in sent:
+            future.wait()
         return [sums[i].wait() for i in range(3)], [parts[i].wait() for i in range(3)], received
 
     results = world(work)
@@ -303,9 +303,9 @@ def test_a_background_thread_fulfils_a_promise(world: World) -> None:
         while not answer.done():
             pass  # it becomes true without a wait
         first, second = answer.wait(), answer.wait()
-        for handle in sends:
-            handle.wait()
-        assert all(handle.done() for handle in sends)
+        for future in sends:
+            future.wait()
+        assert all(future.done() for future in sends)
         return first, first is second, promise.fulfilled and not early
 
     results = world(work)
@@ -331,7 +331,7 @@ def test_the_clock_does_not_go_back(world: World) -> None:
     assert all(world(work))
 
 
-class Lost(Handle[int]):
+class Lost(Future[int]):
     def done(self) -> bool:
         return True
 
@@ -342,8 +342,8 @@ class Lost(Handle[int]):
 def test_then_does_not_run_after_a_failure() -> None:
     """wait() raises each time."""
     calls: list[int] = []
-    handle = Lost().then(calls.append)
+    future = Lost().then(calls.append)
     for _ in range(2):
         with pytest.raises(offbeat.CommunicationError, match="lost"):
-            handle.wait()
+            future.wait()
     assert not calls

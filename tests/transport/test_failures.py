@@ -14,7 +14,7 @@ import torch.distributed as dist
 from loops import error_of
 from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import explained
+from offbeat.transport.future import explained
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.process_groups import (
@@ -91,13 +91,13 @@ def test_a_member_that_ended_because_of_another_is_not_blamed() -> None:
 
 def lose_one(rank: int, size: int) -> Any:
     communicator = TorchCommunicator(None, timeout_seconds=100, liveness_seconds=100)
-    twin = communicator.twin()
+    duplicate = communicator.duplicate()
     communicator.sum(torch.ones(1), what="a sum").wait()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     first = error_of(communicator.sum(torch.ones(1), what="the next sum").wait)
     seen: list[Any] = [first]
-    for one in (communicator, twin):
+    for one in (communicator, duplicate):
         with pytest.raises(CommunicationError) as caught:
             one.sum(torch.ones(1), what="another sum").wait()
         seen.append((type(caught.value).__name__, str(caught.value)))
@@ -109,7 +109,7 @@ def lose_one(rank: int, size: int) -> Any:
 def test_a_dead_worker_is_named_at_once_and_in_later_errors() -> None:
     """Long before the time-out, which is longer than a test may take.
 
-    Later operations, also of twins, raise the same error. Pitfall 19.
+    Later operations, also of duplicates, raise the same error. Pitfall 19.
     """
     results = run(lose_one, workers=3, may_die=(1,))
     for rank in (0, 2):

@@ -5,7 +5,7 @@ import weakref
 import torch
 
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import Completed, Handle
+from offbeat.transport.future import Completed, Future
 from offbeat.transport.stages import Stages
 from transport.communicators import World, worlds_of_several
 
@@ -18,8 +18,8 @@ def staged(communicator: Communicator) -> tuple[list[str], int]:
     """
     stages, received = Stages(communicator, "stages"), []
 
-    def start(number: int) -> Handle[int]:
-        def second(first: torch.Tensor) -> Handle[int]:
+    def start(number: int) -> Future[int]:
+        def second(first: torch.Tensor) -> Future[int]:
             received.append(weakref.ref(first))
             if number == 20:
                 raise ValueError("number 20")
@@ -31,9 +31,9 @@ def staged(communicator: Communicator) -> tuple[list[str], int]:
     for number in range(19):
         start(number).wait()
     held, seen = sum(first() is not None for first in received), []
-    for handle in [start(number) for number in range(19, 22)] + [start(22)]:
+    for future in [start(number) for number in range(19, 22)] + [start(22)]:
         try:
-            seen.append(str(handle.wait()))
+            seen.append(str(future.wait()))
         except ValueError as error:
             seen.append(str(error))
     return seen, held

@@ -1,4 +1,4 @@
-"""Averaging of models: how parts of the shared model are launched and landed.
+"""Averaging of models: how parts of the global model are launched and landed.
 
 Each worker trains a *local model* x. All workers share a model P, which has the same bits on each
 of them. P is cut into *parts*. To *launch* a part, every worker sends its update u, and when the
@@ -40,7 +40,7 @@ from offbeat.averaging.flat import WHOLE, Share, Slice, Space, cut, make_spaces
 from offbeat.averaging.flight import Flight, Part, Step, sections_of
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.pace import Sizer
-from offbeat.averaging.votes import Round, Vote, tally_of
+from offbeat.averaging.votes import Round, Vote, summed_votes
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.message import (
@@ -50,11 +50,11 @@ from offbeat.quantization.message import (
     QuantizedMessage,
     Section,
 )
-from offbeat.strategies.base import SharedModel, Strategy, Tally, WorkerView, transient
-from offbeat.transport.handle import Completed, Handle
+from offbeat.strategies.base import GlobalModel, Strategy, SummedVotes, WorkerView, transient
+from offbeat.transport.future import Completed, Future
 
 _SMOOTHED_PASSES = 5
-"""‖u‖² and ‖D‖² are summed over the landings. A summand decays to 1/e in so many passes."""
+"""‖u‖² and ‖D‖² are votes over the landings. A summand decays to 1/e in so many passes."""
 
 
 @dataclass
@@ -74,11 +74,11 @@ class AveragerState:
         next_part: Index of the part that is launched next.
         checked_step: Local step of the last check for non-finite values.
         staleness: Histogram: for each staleness, the number of local steps that ended with it.
-        flight_seconds: Seconds from launch to arrival, summed over all landings.
+        flight_seconds: Seconds from launch to arrival, votes over all landings.
         sizer: Chooses the parts in a message. Only used with self-clocked launches.
         delayed_row: ``delayed`` as plain numbers. Empty if it is None.
         delayed: Sum of the votes of the previous round, if the strategy decides a round with the
-            tally of the previous one.
+            votes of the previous one.
     """
 
     shared: list[Tensor]
@@ -95,7 +95,7 @@ class AveragerState:
     staleness: dict[int, int] = field(default_factory=dict)
     flight_seconds: float = 0.0
     delayed_row: list[float] = field(default_factory=list)
-    delayed: Handle[Vote] | None = transient(default=None)
+    delayed: Future[Vote] | None = transient(default=None)
 
 
 class Averager(Flow):
@@ -111,7 +111,7 @@ class Averager(Flow):
     stores_shared = False
     """True if P is stored in any case."""
 
-    def __init__(self, strategy: Strategy, worker: Worker, shared: SharedModel) -> None:
+    def __init__(self, strategy: Strategy, worker: Worker, shared: GlobalModel) -> None:
         super().__init__(strategy, worker)
         self.shared = shared
         self.waits = shared.blocking and shared.outer.plain and worker.wire.exact
@@ -293,7 +293,7 @@ class Averager(Flow):
         if self.sends_buffers(flight):
             weight = flight.weight if flight.finite or not worker.guarded else 0.0
             flight.buffers = BufferMean(worker, weight, what=f"buffers with {flight.message.what}")
-        flight.handle = flight.message.start(vote)
+        flight.future = flight.message.start(vote)
         flight.sent_seconds = worker.team.host.now()
 
     # -- landing ---------------------------------------------------------------------------------
@@ -303,10 +303,10 @@ class Averager(Flow):
 
         ``take`` False discards the mean, which is allowed only if P is not stored.
         """
-        assert flight.handle is not None
+        assert flight.future is not None
         worker = self.worker
         with worker.team.communicator.waiting():  # with NCCL, reading the votes blocks
-            flight.handle.wait()
+            flight.future.wait()
         if flight.buffers is not None:
             flight.buffers.wait()
         if flight.arrived_seconds is None:
@@ -359,12 +359,12 @@ class Averager(Flow):
         while self._flying:
             self.land(self._flying[0])
 
-    def outer_steps(self, parts: Sequence[Part], tally: Tally) -> list[Step]:
+    def outer_steps(self, parts: Sequence[Part], votes: SummedVotes) -> list[Step]:
         """Return the outer step of each part."""
         outer, view = self.shared.outer, self.state.view
         if not (self.shared.error_feedback and outer.momentum):
             return [Step(outer.momentum, outer.lr, outer.lr * outer.momentum)] * len(parts)
-        steps = [self.strategy.outer_step(view, part.index, tally) for part in parts]
+        steps = [self.strategy.outer_step(view, part.index, votes) for part in parts]
         return [Step(momentum, 1.0, lookahead) for momentum, lookahead in steps]
 
     def next_parts(self, number: float) -> list[Part]:
@@ -437,7 +437,7 @@ class Averager(Flow):
 class RoundAverager(Averager):
     """Launches parts in rounds. They land at once, or after a fixed number of local steps.
 
-    ``SharedModel.lands`` determines the order of the calls in a local step:
+    ``GlobalModel.lands`` determines the order of the calls in a local step:
 
         blocking (lands=0)              after k steps (lands=k)
         gradients are ready             gradients are ready
@@ -451,7 +451,7 @@ class RoundAverager(Averager):
     If ``due`` returns 0, the worker does not vote, and there is nothing to decide.
     """
 
-    def __init__(self, strategy: Strategy, worker: Worker, shared: SharedModel) -> None:
+    def __init__(self, strategy: Strategy, worker: Worker, shared: GlobalModel) -> None:
         super().__init__(strategy, worker, shared)
         self._wanted = 0.0  # last return value of ``Strategy.due``
         self._report_non_finite = False  # True if a launch has found values that the vote lacked
@@ -520,13 +520,13 @@ class RoundAverager(Averager):
         """Launch the parts that the strategy chooses. If workers wait for the mean, also land."""
         state = self.state
         sums = round.sums
-        if self.strategy.tally_delay:
+        if self.strategy.vote_delay:
             previous, state.delayed = state.delayed, sums
             if previous is None:
                 return False
             sums = previous
         view = self.view_of(stepping=bool(round.own.stepping))
-        number = self.strategy.decide(view, tally_of(sums))
+        number = self.strategy.decide(view, summed_votes(sums))
         if not number:
             return False
         landings = state.landings
@@ -543,7 +543,7 @@ class RoundAverager(Averager):
             [part],
             round.own.weight,
             lambda: round.wait().weight,
-            lambda: self.outer_steps([part], tally_of(round.sums)),
+            lambda: self.outer_steps([part], summed_votes(round.sums)),
         )
         for _ in flight.work:
             pass

@@ -27,16 +27,16 @@ class BufferMean:
 
     def wait(self) -> None:
         """Wait until the sums have arrived."""
-        for handle in self._sums:
-            handle.wait()
+        for future in self._sums:
+            future.wait()
 
     def write(self, total: float) -> None:
         """Move the buffers to their mean. ``total``: sum of all workers' weights."""
         worker = self._worker
         # A forward pass may have replaced the tensors.
         flats = make_flats(worker.replica.float_buffers())
-        for flat, sent, handle in zip(flats, self._sent, self._sums, strict=True):
-            values = handle.wait() * (1 / total)
+        for flat, sent, future in zip(flats, self._sent, self._sums, strict=True):
+            values = future.wait() * (1 / total)
             if worker.model_version > self._step and self._weight:
                 values = moved_to_mean(flat.copy(), values, sent)
             flat.write(0, values)

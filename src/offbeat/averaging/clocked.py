@@ -8,12 +8,12 @@ from typing_extensions import override
 
 from offbeat.averaging.averager import Averager
 from offbeat.averaging.flight import Flight
-from offbeat.averaging.pace import BOUNDARY_SHARE, Pace
+from offbeat.averaging.pace import STEP_END_SHARE, Pace
 from offbeat.averaging.rounds import WaitingWarning
-from offbeat.averaging.votes import Round, Vote, tally_of
+from offbeat.averaging.votes import Round, Vote, summed_votes
 from offbeat.averaging.worker import Worker
-from offbeat.strategies.base import SharedModel, Strategy
-from offbeat.transport.handle import Completed, Handle
+from offbeat.strategies.base import GlobalModel, Strategy
+from offbeat.transport.future import Completed, Future
 
 
 class ClockedAverager(Averager):
@@ -33,12 +33,12 @@ class ClockedAverager(Averager):
     with the first message in whose votes no worker steps. All workers were at the barrier
     when they launched it, and none has launched a later one.
 
-    The training thread packs and lands at most ``BOUNDARY_SHARE`` of a step, or one piece of each,
+    The training thread packs and lands at most ``STEP_END_SHARE`` of a step, or one piece of each,
     at a step boundary. There is no such limit in a node, at a barrier, and at the bound on the
     staleness. A background thread adds up the updates and moves P and v.
     """
 
-    def __init__(self, strategy: Strategy, worker: Worker, shared: SharedModel) -> None:
+    def __init__(self, strategy: Strategy, worker: Worker, shared: GlobalModel) -> None:
         super().__init__(strategy, worker, shared)
         self.pace = Pace(shared.patience)
 
@@ -105,10 +105,10 @@ class ClockedAverager(Averager):
     def _advance(self, *, arrived: bool, may_launch: bool) -> None:
         """Land the message in flight if it has arrived, and launch the next one, within limits."""
         host, node = self.worker.team.host, self.worker.team.node
-        seconds = math.inf if node else BOUNDARY_SHARE * self.pace.step_seconds
+        seconds = math.inf if node else STEP_END_SHARE * self.pace.step_seconds
         deadline = host.processor_seconds() + seconds
         flight = self._flying[0] if self._flying else None
-        if flight is not None and flight.handle is not None:
+        if flight is not None and flight.future is not None:
             if not arrived:
                 return
             self._receive(flight)
@@ -137,7 +137,7 @@ class ClockedAverager(Averager):
 
     def _complete(self, flight: Flight) -> None:
         """Send a message if it was not sent, wait for it, and land it."""
-        if flight.handle is None:
+        if flight.future is None:
             self._work(flight, math.inf)
             self._send(flight)
         assert flight.moved is not None
@@ -163,10 +163,10 @@ class ClockedAverager(Averager):
     def _begin(self, *, stepping: bool) -> Flight:
         """Begin the next message."""
         view, sums = self.view_of(stepping=stepping), self._sums
-        tally = tally_of(Completed(sums._replace(numbers=sums.numbers[:-1])))
-        number = self.strategy.decide(view, tally)
+        votes = summed_votes(Completed(sums._replace(numbers=sums.numbers[:-1])))
+        number = self.strategy.decide(view, votes)
         parts = self.next_parts(self.state.sizer.number if number == math.inf else number)
-        steps = self.outer_steps(parts, tally)
+        steps = self.outer_steps(parts, votes)
         vote = self.rounds.number(self._vote(stepping=stepping))
         flight = self.begin(parts, vote.weight, lambda: math.nan, steps)
         flight.vote = vote
@@ -179,11 +179,11 @@ class ClockedAverager(Averager):
             worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
         flight.vote = vote._replace(finite=finite)
         self.send(flight, flight.vote.row())
-        assert flight.handle is not None
+        assert flight.future is not None
         # The thread that waits for the message must not keep this object or the worker.
         check, host = self.rounds.check, team.host
 
-        def move(_: object) -> Handle[None]:
+        def move(_: object) -> Future[None]:
             flight.arrived_seconds, began = host.now(), host.processor_seconds()
             flight.sums = check(flight.message.votes)
             flight.votes = [Vote.of(row) for row in flight.message.votes]
@@ -196,7 +196,7 @@ class ClockedAverager(Averager):
         like = (
             self.parts[0].slices[0].space.x.tensors[0] if self.parts[0].slices else torch.empty(0)
         )
-        flight.moved = team.movers.start(flight.handle, move, what=flight.message.what, like=like)
+        flight.moved = team.movers.start(flight.future, move, what=flight.message.what, like=like)
 
     def _receive(self, flight: Flight) -> None:
         """Prepare the landing of a message that has arrived. Called again, it does nothing."""

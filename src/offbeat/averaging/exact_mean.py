@@ -11,10 +11,10 @@ from torch import Tensor
 
 from offbeat.averaging.flat import Flat, make_flats
 from offbeat.averaging.replica import Replica
-from offbeat.transport.handle import Handle
+from offbeat.transport.future import Future
 from offbeat.transport.team import Team
 
-_Range = tuple[Flat, int, Handle[Tensor]]
+_Range = tuple[Flat, int, Future[Tensor]]
 """Tensors, the first number of a range of them, and the sum of this range over the workers."""
 
 
@@ -75,12 +75,12 @@ class ExactMean:
         sums = [*self._start(tensors, weight, what)]
         maxima = [*self._start_maximum(what)] if integers else []
         # The results are written after the last operation has succeeded.
-        for _, _, handle in (*sums, *maxima):
-            handle.wait()
+        for _, _, future in (*sums, *maxima):
+            future.wait()
         for each in sums:
             self._write(*each, total)
-        for counters, _, handle in maxima:
-            counters.write(0, handle.wait())
+        for counters, _, future in maxima:
+            counters.write(0, future.wait())
 
     def show(self, weight: float, total: float, *, what: str) -> None:
         """Replace the model by the mean. The caller restores the model afterwards.
@@ -104,10 +104,10 @@ class ExactMean:
                 values = flat.copy(start, stop, weight=weight)
                 yield flat, start, self._team.communicator.sum(values, what=what)
 
-    def _write(self, flat: Flat, start: int, handle: Handle[Tensor], total: float) -> None:
+    def _write(self, flat: Flat, start: int, future: Future[Tensor], total: float) -> None:
         # Here and in all other means, a sum is multiplied by the rounded reciprocal of the divisor.
         # That is how CUDA divides by a number, and a CPU must give the same bits.
-        flat.write(start, handle.wait().mul_(1 / (total * self._copies)))
+        flat.write(start, future.wait().mul_(1 / (total * self._copies)))
 
     def _start_maximum(self, what: str) -> Iterator[_Range]:
         """Start the maximum of the signed integer buffers in int64, if there are any."""

@@ -5,7 +5,7 @@ the tensors, so it changes them in place. The vectors that the workers sum have 
 tensors, with three exceptions: those of float16 and bfloat16 tensors have float32, complex numbers
 are pairs of reals, and bool is uint8.
 
-The shared model P and its velocity v are flat tensors (``Space``). The local model x stays in the
+The global model P and its velocity v are flat tensors (``Space``). The local model x stays in the
 tensors of the user.
 """
 
@@ -203,11 +203,11 @@ def _by_memory(tensor: Tensor) -> Tensor:
 
 
 class Space:
-    """Parameters of one dtype and device: the local model x, the shared model P, and v.
+    """Parameters of one dtype and device: the local model x, the global model P, and v.
 
     Attributes:
         x: The parameters.
-        P: The shared model, 1-D; None if it is not stored.
+        P: The global model, 1-D; None if it is not stored.
         v: Velocity of the outer step, 1-D; None if there is none.
         stream: Quantization errors of the sums of updates.
     """

@@ -20,7 +20,7 @@ from offbeat.averaging.flat import Slice, joined
 from offbeat.averaging.votes import Vote
 from offbeat.quantization.kernels import kernels_for
 from offbeat.quantization.message import Message, Squares
-from offbeat.transport.handle import Handle
+from offbeat.transport.future import Future
 
 Place = tuple[int, int]  # of a piece in a message: section, first number in it
 
@@ -72,7 +72,7 @@ class Flight:
         exact: True if the updates are not quantized.
         measures: True if ``squares`` is needed.
         work: Remaining pieces to pack or to land.
-        handle: Handle of the message; None until it is sent.
+        future: Future of the message; None until it is sent.
         sent_seconds: Time at which the message was sent.
         arrived_seconds: Time at which this worker found that it had arrived.
         buffers: The buffers that are averaged with the parts, if there are any.
@@ -82,7 +82,7 @@ class Flight:
         vote: Vote of this worker, if it travels in the message.
         votes: Votes of all workers, by rank, once the message has arrived.
         sums: Sum of the ``votes``.
-        moved: Handle of the work of the background thread; None if there is none.
+        moved: Future of the work of the background thread; None if there is none.
         background_seconds: Processor time of the background thread.
         processor_seconds: Processor time of both threads.
         received: True once the landing has begun.
@@ -98,7 +98,7 @@ class Flight:
     exact: bool
     measures: bool = False
     work: Iterator[None] = field(default_factory=lambda: iter(()))
-    handle: Handle[Any] | None = None
+    future: Future[Any] | None = None
     sent_seconds: float = 0.0
     arrived_seconds: float | None = None
     buffers: BufferMean | None = None
@@ -108,7 +108,7 @@ class Flight:
     vote: Vote = field(default_factory=Vote)
     votes: list[Vote] = field(default_factory=list)
     sums: Vote = field(default_factory=Vote)
-    moved: Handle[None] | None = None
+    moved: Future[None] | None = None
     background_seconds: float = 0.0
     processor_seconds: float = 0.0
     received: bool = False
@@ -213,8 +213,8 @@ class Flight:
 
     def show(self) -> None:
         """Change the local model as the landing will. The caller restores the model."""
-        assert self.handle is not None
-        self.handle.wait()
+        assert self.future is not None
+        self.future.wait()
         if not self.total():
             return
         squares, self.squares = self.squares, np.zeros(2)

@@ -187,7 +187,7 @@ class Flow(ABC):
 
     @abstractmethod
     def vote(self, optimizer: int, *, stepping: bool) -> Round:
-        """Send this worker's vote, and return the round. Its tally may arrive later.
+        """Send this worker's vote, and return the round. The summed votes may arrive later.
 
         Args:
             optimizer: Index of the optimizer that takes a step in the round.

@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradients import GradientMean
-from offbeat.averaging.votes import Round, Vote, tally_of
+from offbeat.averaging.votes import Round, Vote, summed_votes
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.strategies.base import Gradients, Strategy, WorkerView, transient
-from offbeat.transport.handle import Completed, Handle
+from offbeat.transport.future import Completed, Future
 
 
 @dataclass
@@ -29,7 +29,7 @@ class GradientFlowState:
         errors: Quantization errors of all ``means``.
         means: One ``GradientMean`` for each optimizer, which averages its gradients.
         delayed: Sum of the votes of each optimizer's previous round, by the optimizer's index.
-            Empty unless the strategy decides a round with the tally of the previous one.
+            Empty unless the strategy decides a round with the summed votes of the previous one.
         delayed_rows: ``delayed`` as plain numbers, for a checkpoint.
         newest: True if this worker has the newest model: it took a step in the last round, or has
             received the newest model since. Only used if every step averages.
@@ -40,7 +40,7 @@ class GradientFlowState:
     views: list[WorkerView]
     errors: list[Tensor]
     means: list[GradientMean] = transient()
-    delayed: dict[int, Handle[Vote]] = transient(default_factory=dict)
+    delayed: dict[int, Future[Vote]] = transient(default_factory=dict)
     delayed_rows: dict[int, list[float]] = field(default_factory=dict)
     newest: bool = False
     launch_steps: list[int] = field(default_factory=list)
@@ -168,13 +168,13 @@ class GradientFlow(Flow):
             state.newest = stepping
             state.views[index].launches += 1
             return True
-        if self.strategy.tally_delay:
+        if self.strategy.vote_delay:
             previous, state.delayed[index] = state.delayed.get(index), sums
             if previous is None:
                 return False
             sums = previous
         view = self._view(index, stepping=stepping)
-        if not self.strategy.decide(view, tally_of(sums)):
+        if not self.strategy.decide(view, summed_votes(sums)):
             return False
         if len(state.means) > 1:
             round.wait()  # raises if another worker steps another optimizer

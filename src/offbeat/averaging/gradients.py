@@ -27,7 +27,7 @@ from offbeat.averaging.flat import BUCKET_BYTES, as_real, staging_dtype
 from offbeat.errors import OffbeatError
 from offbeat.quantization.message import QuantizedMessage, Section, Stream
 from offbeat.quantization.wire import Wire
-from offbeat.transport.handle import Completed, Handle
+from offbeat.transport.future import Completed, Future
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network is busy early in backward
 _NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0  # layout of a gradient: missing, dense, sparse
@@ -80,7 +80,7 @@ class _GradientBucket:
 
     Attributes:
         stream: Quantization errors. None if the bucket is sent exactly.
-        handle: The newest sum, in flight or complete.
+        future: The newest sum, in flight or complete.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], wire: Wire) -> None:
@@ -92,7 +92,7 @@ class _GradientBucket:
         if wire.saves(sum(self.lengths), dtype.itemsize):
             self.stream = Stream(sum(self.lengths), dtype, device)
             self.stream.make_errors(wire.team.size, residual=True)
-        self.handle: Handle[Tensor] = Completed(torch.empty(0, device="cpu"))
+        self.future: Future[Tensor] = Completed(torch.empty(0, device="cpu"))
 
     @cached_property
     def flat(self) -> Tensor:
@@ -198,7 +198,7 @@ class GradientMean:
         flat = bucket.pack(contribute=contribute)
         what = "mean of the gradients"
         if bucket.stream is None:
-            bucket.handle = self._team.communicator.sum(flat, what=what)
+            bucket.future = self._team.communicator.sum(flat, what=what)
             return
         whole = Section(bucket.stream, 0, bucket.stream.elements)
         message = QuantizedMessage(self._wire, [whole], what)
@@ -211,7 +211,7 @@ class GradientMean:
             message.read(0, 0, flat)
             return flat
 
-        bucket.handle = message.start(None).then(read)
+        bucket.future = message.start(None).then(read)
 
     def reduce(self, numbers: Sequence[float], *, contribute: bool) -> list[list[float]]:
         """Replace the gradients by their mean over the contributing workers. Blocks.
@@ -242,7 +242,7 @@ class GradientMean:
         self._next = 0
         return rows
 
-    def _agree(self, numbers: Sequence[float], *, contribute: bool) -> Handle[_Agreement]:
+    def _agree(self, numbers: Sequence[float], *, contribute: bool) -> Future[_Agreement]:
         """Start to gather the agreement. Arguments as in ``reduce``."""
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
         layouts = [_layout(p.grad) if contribute else _NONE for p in parameters]
@@ -264,7 +264,7 @@ class GradientMean:
         With ``divisor`` 0 nothing is written.
         """
         for bucket in self._buckets:
-            bucket.handle.wait()
+            bucket.future.wait()
         if divisor:
             rest = iter(layouts)
             for bucket in self._buckets:

@@ -80,9 +80,9 @@ class OptimizerState:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         number = int.from_bytes(digest[:7], "big")
         pair = torch.tensor([number, -number], device=self._team.communicator.control_device)
-        handle = self._team.communicator.maximum(pair, what="comparison of states")
+        future = self._team.communicator.maximum(pair, what="comparison of states")
         # The second number is −(smallest hash).
-        largest, smallest = handle.wait().tolist()
+        largest, smallest = future.wait().tolist()
         if largest == -smallest:
             return lines
         payloads = self._team.communicator.gather_bytes(

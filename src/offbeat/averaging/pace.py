@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 _MOST_ALLOWANCE = 1.0  # steps
 _ACQUIRE = 0.7  # steps of allowance with which a worker tries to come into phase
 _LEAST_GROWTH = 1 / 64
-BOUNDARY_SHARE = 0.03
+STEP_END_SHARE = 0.03
 """Share of a step for which the training thread may pack or land parts at a step boundary."""
 _MOST_SHARE = 0.05
 """Largest share of the step time that a worker spends on launching and landing parts."""
@@ -107,7 +107,7 @@ class Sizer:
 
     def _flight(self, number: int) -> int:
         in_flight = max(1, math.ceil(self.time.at(number) + _SLACK))
-        return in_flight + int(self.cost.at(number) / (2 * BOUNDARY_SHARE))
+        return in_flight + int(self.cost.at(number) / (2 * STEP_END_SHARE))
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Rounds, in which all workers decide together what to average, if anything.
 
 Each worker sends a *vote*, a list of numbers. All workers gather the votes and add them up. The
-strategy reads the sum, the *tally*. Every worker takes part in every round, so all workers make the
+strategy reads the *summed votes*. Every worker takes part in every round, so all workers make the
 same decisions and start the same operations in the same order. A worker without further data votes
 with ``stepping=False`` until no worker takes a step. The workers may therefore take different
 numbers of steps.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from offbeat.averaging.votes import ALSO, CALLS, Round, Vote
 from offbeat.averaging.worker import NonFinite, Worker
 from offbeat.errors import MismatchError, OffbeatError
-from offbeat.transport.handle import Completed
+from offbeat.transport.future import Completed
 
 logger = logging.getLogger("offbeat")
 _SECONDS = 5.0  # wait before the first warning; doubled for each further warning
@@ -127,7 +127,8 @@ class VoteCheck:
 class Rounds:
     """Numbers and sends the votes of one worker.
 
-    The numbers start at 0 in each view, that is, for each composition of the group of workers.
+    The numbers start at 0 in each generation, that is, for each composition of the group of
+    workers.
 
     Attributes:
         check: Checks the votes of all workers in a round, and adds them up.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offbeat.strategies.base import Tally
-from offbeat.transport.handle import Handle
+from offbeat.strategies.base import SummedVotes
+from offbeat.transport.future import Future
 
 CALLS = {
     "consensus()": 1,
@@ -88,18 +88,18 @@ class Round:
     """
 
     own: Vote
-    sums: Handle[Vote]
+    sums: Future[Vote]
 
     def wait(self) -> Vote:
         """Wait for the votes of all workers, and return their sum."""
         return self.sums.wait()
 
 
-def tally_of(sums: Handle[Vote]) -> Tally:
+def summed_votes(sums: Future[Vote]) -> SummedVotes:
     """Return the sum of the votes for the strategy. Reading an attribute of it waits for them."""
 
     def read() -> tuple[int, float, tuple[float, ...]]:
         vote = sums.wait()
         return int(vote.stepping), vote.wanted, vote.numbers
 
-    return Tally(read)
+    return SummedVotes(read)

@@ -63,7 +63,7 @@ class Worker:
     Attributes:
         exact_mean: Averages whole models or their buffers without quantization.
         optimizer_state: Averages the optimizers' state, for strategies that request it.
-        start_step: Number of local steps of the most advanced worker when the view began.
+        start_step: Number of local steps of the most advanced worker when the generation began.
         step: Number of local steps, including the current one once all of its gradients are ready.
         touched: Set before a consensus, which replaces the model by the mean over the workers. True
             if the parameters have changed since the last step. For example, schedule-free
@@ -93,9 +93,9 @@ class Worker:
         self.details: dict[str, Any] = {}
         self._nan_buffers = False
         self._nan_buffers = not self.finite_buffers()
-        self.open_view(wire)
+        self.open_generation(wire)
 
-    def open_view(self, wire: Wire) -> None:
+    def open_generation(self, wire: Wire) -> None:
         """Use a new wire, at first and after each change of the group of workers."""
         self.wire = wire
         self.exact_mean = ExactMean(self.team, self.replica)

@@ -3,7 +3,7 @@
 A state has plain values only. There are two kinds. Both contain the model, the optimizers, the
 totals, and a description of what they belong to.
 
-The state of a *worker* also contains the state of the strategy, such as the shared model and its
+The state of a *worker* also contains the state of the strategy, such as the global model and its
 velocity, the quantization errors, and the number of steps. Nothing is in flight in it. Only a
 worker with the same strategy, wire, rank and number of workers can load it.
 
@@ -229,12 +229,12 @@ class WorkerState:
         what = "state for a worker that lacks it"
         payload = torch.frombuffer(_written(values, what).getbuffer(), dtype=torch.uint8)
         messages = torch.tensor([payload.numel()], device="cpu"), payload
-        for handle in [
+        for future in [
             communicator.send(message, destination=rank, tag=_TAG, what=what)
             for rank in destinations
             for message in messages
         ]:
-            handle.wait()
+            future.wait()
 
     def receive(self, communicator: Communicator, source: int, *, fresh: bool) -> None:
         """Receive and load the state that rank ``source`` sends. Blocks.

@@ -118,9 +118,9 @@ class LeasedSampler(Sampler[list[int]]):
                 "steps; give them equal shares of the data"
             )
         self.sync, self.epoch, self.repeated = sync, 0, 0
-        self._elastic = components.views is not None
-        board = team.communicator.board(f"LeasedSampler/{components.leased_samplers}")
-        self._leases = Leases(team, board, elastic=self._elastic)
+        self._elastic = components.membership_changes is not None
+        store = team.communicator.store(f"LeasedSampler/{components.leased_samplers}")
+        self._leases = Leases(team, store, elastic=self._elastic)
         components.leased_samplers += 1
         self._resumed: dict[int, Ranges] = {}  # what a checkpoint has left of some epochs
         self._order = torch.empty(0)  # samples of the epoch in progress

@@ -1,7 +1,7 @@
 """The queue of an epoch: all workers take chunks of its batches from a store that they share.
 
 Batches have numbers, from 0. A *queue* is a list of batches, and a *chunk* is a run of batches that
-one worker takes from it. The keys of the store (a ``Board``):
+one worker takes from it. The keys of the store (a ``KeyValueStore``):
 
     settings        what determines the batches, equal on all workers
     taken/<e>/<q>   number of batches that were taken from queue q of epoch e, from its start
@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.errors import CommunicationError, CommunicationTimeout, MismatchError, OffbeatError
-from offbeat.transport.board import Board
 from offbeat.transport.host import Promise
+from offbeat.transport.key_value_store import KeyValueStore
 from offbeat.transport.team import Team
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Leases:
 
     Args:
         team: The workers.
-        board: The store.
+        store: The store.
         elastic: True to write reports.
 
     Attributes:
@@ -99,8 +99,8 @@ class Leases:
     number: int
     batches: Numbers
 
-    def __init__(self, team: Team, board: Board, *, elastic: bool) -> None:
-        self._team, self._board, self._elastic = team, board, elastic
+    def __init__(self, team: Team, store: KeyValueStore, *, elastic: bool) -> None:
+        self._team, self._store, self._elastic = team, store, elastic
         self._workers = 0  # number of workers that this one has known; identities are below it
         self._counter = 0  # end of the last chunk of this worker in the queue
         self._least = 1  # least length of a chunk
@@ -108,7 +108,7 @@ class Leases:
 
     def require_equal(self, settings: str) -> None:
         """Raise MismatchError if another worker has other settings."""
-        first = self._call(lambda: self._board.compare_set("settings", "", settings))
+        first = self._call(lambda: self._store.compare_set("settings", "", settings))
         if first != settings:
             raise MismatchError(
                 f"the workers lease different data: this one has {settings}, another one has "
@@ -145,7 +145,7 @@ class Leases:
         def take() -> tuple[int, Numbers]:
             if self._elastic:
                 self._write(report)
-            taken = self._board.add(key, length) if length else end
+            taken = self._store.add(key, length) if length else end
             return taken - length, batches[taken - length : taken]
 
         return self._start(take)
@@ -170,13 +170,13 @@ class Leases:
 
         def agree() -> str:
             self._write(report)
-            if (text := self._board.get(key)) or members is None:
+            if (text := self._store.get(key)) or members is None:
                 return text
             reports = self._reports(known)
             if not all(m in reports and reports[m][:2] >= report[:2] for m in members):
                 return ""
             left = np.setdiff1d(whole, _done(reports, report.epoch))
-            return self._board.compare_set(key, "", json.dumps(to_ranges(left)))
+            return self._store.compare_set(key, "", json.dumps(to_ranges(left)))
 
         text = self._call(agree)
         return to_numbers(json.loads(text)) if text else None
@@ -192,10 +192,10 @@ class Leases:
         return range(self._workers)
 
     def _write(self, report: Report) -> None:
-        self._board.put(f"worker/{self._team.identity}", json.dumps(report))
+        self._store.put(f"worker/{self._team.identity}", json.dumps(report))
 
     def _reports(self, workers: Iterable[int]) -> dict[int, Report]:
-        texts = {worker: self._board.get(f"worker/{worker}") for worker in workers}
+        texts = {worker: self._store.get(f"worker/{worker}") for worker in workers}
         return {worker: Report(*json.loads(text)) for worker, text in texts.items() if text}
 
     # -- background threads ----------------------------------------------------------------------

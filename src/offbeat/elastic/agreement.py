@@ -1,23 +1,24 @@
-"""The protocol by which real processes agree on the next view, through a shared store.
+"""The protocol by which real processes agree on the next generation, through a shared store.
 
-A *view* is one composition of the workers, its *members*. Each worker takes a number from a counter
-in the store, its *identity*. The store is the one at which the workers gather
+A *generation* is one composition of the workers, its *members*. Each worker takes a number from a
+counter in the store, its *identity*. The store is the one at which the workers gather
 (``elastic/gathering.py``).
 
-When a member is lost or a worker asks to join, view v + 1 replaces view v in four steps:
+When a member is lost or a worker asks to join, generation v + 1 replaces generation v in four
+steps:
 
-1. *Arrive.* Each member of view v writes the key ``view/<v+1>/here/<worker>``. Then it waits for
-   the other members, except those whose process has ended and those that have left.
+1. *Arrive.* Each member of generation v writes the key ``generation/<v+1>/here/<worker>``. Then it
+   waits for the other members, except those whose process has ended and those that have left.
 2. *Decide.* When all of these have arrived, the arrived member with the lowest identity proposes
-   the members of view v + 1: the arrived members and the workers that ask to join. Arrived members
-   that cannot connect to each other are not both proposed; see ``connected``. If some members
-   do not arrive in time, every arrived member proposes the view without them. The store accepts
-   only the first proposal of a view (compare-and-set). So all workers read the same decision, even
-   if the network is divided.
-3. *Open.* The members of view v + 1 open process groups with each other. A worker that the decision
-   excludes raises an error.
-4. *Retry.* If step 3 fails, the members of view v + 1 start again with view v + 2. If it timed
-   out, each member first finds out which other members it cannot connect to.
+   the members of generation v + 1: the arrived members and the workers that ask to join. Arrived
+   members that cannot connect to each other are not both proposed; see ``connected``. If some
+   members do not arrive in time, every arrived member proposes the generation without them. The
+   store accepts only the first proposal of a generation (compare-and-set). So all workers read the
+   same decision, even if the network is divided.
+3. *Open.* The members of generation v + 1 open process groups with each other. A worker that the
+   decision excludes raises an error.
+4. *Retry.* If step 3 fails, the members of generation v + 1 start again with generation v + 2. If
+   it timed out, each member first finds out which other members it cannot connect to.
 
 Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 
@@ -26,15 +27,15 @@ training begin with this prefix, ``offbeat/elastic/<name>``:
 
     numbers            counter of the identities that workers have taken
     address/<worker>   address at which the worker accepts heartbeat connections
-    latest             number of the latest view that was opened
+    latest             number of the latest generation that was opened
     left/<worker>      exists once the worker has left before the end
     ended              exists once the training has ended
-    view/<n>/wanted    exists once a worker requests view n
-    view/<n>/begun     exists once a member has arrived; members then give up opening view n - 1
-    view/<n>/here/<worker>   exists once the worker has arrived: the fields of ``Arrival``
-    view/<n>/decided   the decision
-    view/<n>/groups/…  addresses of the process groups
-    boards/<name>/…    keys of a board, a store for components such as ``LeasedSampler``
+    generation/<n>/wanted    exists once a worker requests generation n
+    generation/<n>/begun     exists once a member has arrived; members then give up opening
+    generation n - 1 generation/<n>/here/<worker>   exists once the worker has arrived: the fields
+    of ``Arrival`` generation/<n>/decided   the decision
+    generation/<n>/groups/…  addresses of the process groups
+    stores/<name>/…    keys of a separate store for components such as ``LeasedSampler``
 """
 
 import contextlib
@@ -67,14 +68,14 @@ def polls() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Decision:
-    """The composition of a view, as written in the store.
+    """The composition of a generation, as written in the store.
 
     Attributes:
         members: Identities of the members, ascending.
         next_identity: Lowest identity that was unused when the decision was made. The decision
             admits or refuses every worker with a smaller identity, except the ``unannounced``.
-        disconnected: Identities of the arrived members that the view excludes, because they cannot
-            connect to all of its members.
+        disconnected: Identities of the arrived members that the generation excludes, because they
+            cannot connect to all of its members.
         unannounced: Identities below ``next_identity`` without an address. Their workers have taken
             them, and have not written their addresses yet. The next decision considers them.
     """
@@ -91,10 +92,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a worker writes in the store when it arrives at a view.
+    """What a worker writes in the store when it arrives at a generation.
 
     Attributes:
-        newcomer: True if the worker was in no earlier view.
+        newcomer: True if the worker was in no earlier generation.
         unreachable: Identities of the workers to which this worker cannot connect.
     """
 
@@ -118,7 +119,7 @@ def connected(
     Args:
         unreachable: For each worker, the workers to which it cannot connect. A connection that one
             of its two workers cannot open counts as missing.
-        newcomers: Workers that were in no earlier view.
+        newcomers: Workers that were in no earlier generation.
     """
     workers = set(unreachable)
     missing: dict[int, set[int]] = {worker: set() for worker in workers}
@@ -136,7 +137,7 @@ def connected(
 
 
 class Agreement:
-    """The agreement protocol, as run by one worker in all views of a training.
+    """The agreement protocol, as run by one worker in all generations of a training.
 
     Args:
         store: Store of the training. This worker takes an unused identity there, and asks to join
@@ -166,24 +167,24 @@ class Agreement:
             raise
 
     def decide(self, number: int, before: Decision, patience: float, arrival: Arrival) -> Decision:
-        """Arrive at view ``number`` and return the decision on it. Blocks.
+        """Arrive at generation ``number`` and return the decision on it. Blocks.
 
         The decision may exclude this worker.
 
         Args:
-            number: Number of the view.
-            before: Decision on the previous view.
+            number: Number of the generation.
+            before: Decision on the previous generation.
             patience: Seconds to wait after the newest arrival. Then the arrived members exclude the
                 missing ones, if at least half have arrived. A minority waits ``timeout_seconds``.
             arrival: Tells the others about this worker.
         """
-        store, started = self.store.within(f"view/{number}"), time.monotonic()
+        store, started = self.store.within(f"generation/{number}"), time.monotonic()
         others, last_arrival = set(before.members) - {self.worker}, started
 
         def arrive() -> None:
             if store.get("decided") is None:
                 store.put(f"here/{self.worker}", asdict(arrival))
-                store.put("begun", True)  # read by members that still open the previous view
+                store.put("begun", True)  # read by members that still open the previous generation
                 store.put("wanted", True)  # read by members that train
 
         arrived: set[int] = set()
@@ -223,19 +224,19 @@ class Agreement:
         raise AssertionError
 
     def is_decided(self, number: int) -> bool:
-        """Return True if a decision on view ``number`` exists, or the training has ended."""
-        keys = f"view/{number}/decided", "ended"
+        """Return True if a decision on generation ``number`` exists, or the training has ended."""
+        keys = f"generation/{number}/decided", "ended"
         return self.call(lambda: any(self.store.get(key) is not None for key in keys))
 
     def leave(self, number: int, *, ended: bool) -> None:
-        """Announce to the members of view ``number`` that this worker leaves permanently.
+        """Announce to the members of generation ``number`` that this worker leaves permanently.
 
         ``ended`` is True if the training has ended on all workers.
         """
 
         def announce() -> None:
             self.store.put("ended" if ended else f"left/{self.worker}", True)
-            self.store.put(f"view/{number + 1}/wanted", True)
+            self.store.put(f"generation/{number + 1}/wanted", True)
 
         with contextlib.suppress(StoreLostError):
             self.store.call(announce, "leaving", seconds=_LEAVE_SECONDS)
@@ -247,7 +248,7 @@ class Agreement:
             self.heartbeats.close()
 
     def _propose(self, number: int, before: Decision, present: list[int]) -> Decision:
-        """Propose the members of view ``number``: ``present`` and the workers that ask to join.
+        """Propose members of generation ``number``: ``present`` and workers that ask to join.
 
         Of ``present``, only workers that can all connect to each other are proposed. Returns the
         first proposal of any worker, which is the decision.
@@ -255,7 +256,7 @@ class Agreement:
         admitted = self.admit(before)
 
         def propose() -> Decision:
-            store = self.store.within(f"view/{number}")
+            store = self.store.within(f"generation/{number}")
             arrivals = {worker: Arrival(**store.get(f"here/{worker}")) for worker in present}
             newcomers = {worker for worker in present if arrivals[worker].newcomer}
             unreachable = {worker: arrivals[worker].unreachable for worker in present}
@@ -289,8 +290,8 @@ class Agreement:
         return Decision(members, unused, unannounced=unannounced)
 
     def request(self, number: int) -> None:
-        """Request a change to view ``number``, which members that train notice."""
-        self.call(lambda: self.store.put(f"view/{number}/wanted", True))
+        """Request a change to generation ``number``, which members that train notice."""
+        self.call(lambda: self.store.put(f"generation/{number}/wanted", True))
 
     def connect_heartbeats(self, members: Iterable[int]) -> list[int]:
         """Connect to those ``members`` that are not monitored yet. Return the unreachable ones."""
@@ -313,5 +314,5 @@ class Agreement:
 
         Raises StoreLostError if ``function`` failed or took longer than ``timeout_seconds``.
         """
-        what = f"rank {self.worker}: agreeing on the next view failed"
+        what = f"rank {self.worker}: agreeing on the next generation failed"
         return self.store.call(function, what, seconds=self.timeout_seconds)

@@ -13,20 +13,21 @@ one training. The keys in the store, besides those of ``elastic/agreement.py``:
 
     offbeat/elastic         key prefix of the latest training; replaced if that training is lost
     <prefix>/numbers        counter from which each worker takes its identity (``add``)
-    <prefix>/view/0/decided the members of view 0
+    <prefix>/generation/0/decided the members of generation 0
     <prefix>/ended          exists once the training has ended
 
 Each worker runs the same protocol:
 
 1. *Take an identity* in the latest training, or in a new one if there is none. Write its address.
-2. *Gather.* Without a decision on view 0, wait until enough workers live. Then the living worker
-   with the lowest identity proposes these workers as view 0. The store accepts only the first
-   proposal (compare-and-set).
-3. *Begin or join.* The members of view 0 connect to each other. All other workers ask to join.
-4. *Begin again.* If a member of view 0 is lost before ``attach`` returns, the others leave and
-   start again with step 1. They join the training if a member has continued with it. If all members
-   of the last view have ended or left, no one has the model. The waiting workers then replace the
-   training by a new one (compare-and-set), and all gather again.
+2. *Gather.* Without a decision on generation 0, wait until enough workers live. Then the living
+   worker with the lowest identity proposes these workers as generation 0. The store accepts only
+   the first proposal (compare-and-set).
+3. *Begin or join.* The members of generation 0 connect to each other. All other workers ask to
+   join.
+4. *Begin again.* If a member of generation 0 is lost before ``attach`` returns, the others leave
+   and start again with step 1. They join the training if a member has continued with it. If all
+   members of the last generation have ended or left, no one has the model. The waiting workers then
+   replace the training by a new one (compare-and-set), and all gather again.
 """
 
 import itertools
@@ -46,7 +47,7 @@ from offbeat.elastic.membership import StoreMembership
 from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.communicator import Communicator, Transport
-from offbeat.transport.membership import ModelLostError, View
+from offbeat.transport.membership import Generation, ModelLostError
 from offbeat.transport.torch_backend.network_interface import choose_interface
 from offbeat.transport.torch_backend.process_groups import ranks_text
 
@@ -118,8 +119,8 @@ class Gathering(Transport):
         """Return the result of ``begin``, which calls ``make_communicator`` and uses the result.
 
         Call it again if it fails because another worker is lost. After a failure ``begin`` has left
-        the view. Time-outs, a store or members that cannot be reached, and the end of training are
-        final.
+        the generation. Time-outs, a store or members that cannot be reached, and the end of
+        training are final.
         """
         for attempt in itertools.count(1):
             try:
@@ -139,8 +140,8 @@ class Gathering(Transport):
             EndedError: The training has ended.
             CommunicationTimeout: Within ``timeout_seconds`` too few workers came, or the members of
                 the running training did not admit this worker.
-            CommunicationError: The store cannot be reached, a member of view 0 was lost, or the
-                members cannot connect to this process.
+            CommunicationError: The store cannot be reached, a member of generation 0 was lost, or
+                the members cannot connect to this process.
         """
         what = "gathering failed"
         where = parse_address(self._address)
@@ -151,20 +152,25 @@ class Gathering(Transport):
             name = root.call(partial(_latest_training, root), what)
             agreement = Agreement(root.within(name), timeout_seconds)
             try:
-                view = self._attempt(root, name, agreement)
+                generation = self._attempt(root, name, agreement)
             except BaseException:
                 agreement.leave(0, ended=False)
                 raise
-            if view is not None:
-                members = ranks_text(view.members)
-                logger.info("rank %d begins in view %d: %s", agreement.worker, view.number, members)
-                return view.communicator
+            if generation is not None:
+                members = ranks_text(generation.members)
+                logger.info(
+                    "rank %d begins in generation %d: %s",
+                    agreement.worker,
+                    generation.number,
+                    members,
+                )
+                return generation.communicator
             agreement.heartbeats.close()
             logger.info("rank %d: no member of %s is left", agreement.worker, name)
             root.call(partial(root.replace, LATEST_TRAINING, name, _new_training()), what)
 
-    def _attempt(self, root: SharedStore, name: str, agreement: Agreement) -> View | None:
-        """Open the first view that contains this worker. Blocks.
+    def _attempt(self, root: SharedStore, name: str, agreement: Agreement) -> Generation | None:
+        """Open the first generation that contains this worker. Blocks.
 
         Returns None if another training has replaced this one, or all members have ended, so that
         no one can admit this worker.
@@ -175,16 +181,16 @@ class Gathering(Transport):
         number, before = -1 if latest is None else latest - 1, Decision([], 0)
         gone: set[int] = set()  # workers that have ended or left
         unreachable: set[int] = set()
-        requested = started  # time of the request for the next view
+        requested = started  # time of the request for the next generation
 
         def read() -> tuple[Any, bool, Any]:
             gone.update(store.present("left/{}", set(before.members) - gone))
             replaced = root.get(LATEST_TRAINING) != name
-            return store.get("ended"), replaced, store.get(f"view/{number + 1}/decided")
+            return store.get("ended"), replaced, store.get(f"generation/{number + 1}/decided")
 
         for _ in polls():
-            # First who has ended. So if all members of the view ``before`` have ended and there is
-            # no decision on the next one, there never will be.
+            # First who has ended. So if all members of the generation ``before`` have ended and
+            # there is no decision on the next one, there never will be.
             gone |= heartbeats.dead()
             ended, replaced, decided = agreement.call(read)
             if ended is not None:
@@ -221,14 +227,14 @@ class Gathering(Transport):
                 return None
             if waited > agreement.timeout_seconds:
                 raise CommunicationTimeout(
-                    f"{what}: the members at {store.location} have not begun another view within "
-                    f"timeout_seconds={agreement.timeout_seconds:g}: raise it in "
+                    f"{what}: the members at {store.location} have not begun another generation "
+                    f"within timeout_seconds={agreement.timeout_seconds:g}: raise it in "
                     "attach(..., timeout_seconds=...) if their steps may take that long"
                 )
         raise AssertionError
 
     def _propose(self, agreement: Agreement, waited: float) -> Any:
-        """Propose view 0 if enough workers live and this one is the lowest. Return the decision.
+        """Propose generation 0 if enough workers live and this is the lowest. Return the decision.
 
         Returns None if it cannot propose. Raises CommunicationTimeout if it has waited for longer
         than ``timeout_seconds``.
@@ -238,7 +244,7 @@ class Gathering(Transport):
         least = self.workers.least if impatient else self.workers.most
         if len(decision.members) >= least and decision.members[0] == agreement.worker:
             write = agreement.store.put_if_absent
-            return agreement.call(partial(write, "view/0/decided", vars(decision)))
+            return agreement.call(partial(write, "generation/0/decided", vars(decision)))
         if waited > agreement.timeout_seconds:
             text = (
                 f"gathering failed: {len(decision.members)} of {self.workers.most} workers have "

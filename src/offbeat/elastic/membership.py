@@ -1,8 +1,8 @@
-"""Membership of real processes: opens a view, and changes to the next one.
+"""Membership of real processes: opens a generation, and changes to the next one.
 
 ``elastic/agreement.py`` describes the protocol by which the workers decide on the members of the
-next view. This module opens the communicator of a view that was decided, and requests another view
-if that fails.
+next generation. This module opens the communicator of a generation that was decided, and requests
+another generation if that fails.
 """
 
 import itertools
@@ -13,44 +13,44 @@ from functools import partial
 from offbeat.elastic.agreement import Agreement, Arrival, Decision
 from offbeat.elastic.store import StoreLostError
 from offbeat.errors import CommunicationError, CommunicationTimeout
-from offbeat.transport.board import Board
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.membership import View
+from offbeat.transport.key_value_store import KeyValueStore
+from offbeat.transport.membership import Generation
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.process_groups import GroupFactory, ranks_text
 from offbeat.transport.torch_backend.store_access import KeyPoll
-from offbeat.transport.torch_backend.store_board import StoreBoard
 from offbeat.transport.torch_backend.threads import close_at_exit
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
+from offbeat.transport.torch_backend.torch_store import TorchStore
 
 logger = logging.getLogger("offbeat")
 _RETRY_SILENCE_SECONDS = 3.0  # wait for members that did not answer during the last opening
-_CLOSING_SECONDS = 5.0  # longest wait for the threads of a view that has ended
+_CLOSING_SECONDS = 5.0  # longest wait for the threads of a generation that has ended
 _STORE_SECONDS = 0.25  # time between two reads of the store
 _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
 
 
 class StoreMembership:
-    """Implements ``Membership`` over the store of the training: one worker in all of its views.
+    """Implements ``Membership`` over the store of the training, for one worker.
 
     Attributes:
-        view: The current view. ``enter`` sets it.
+        generation: The current generation. ``enter`` sets it.
     """
 
-    view: View
-    _poll: KeyPoll  # finds requests for the next view
+    generation: Generation
+    _poll: KeyPoll  # finds requests for the next generation
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement, self._worker = agreement, agreement.worker
         self._silence_seconds = agreement.silence_seconds
-        self._decision = Decision([], 0)  # on the current view
+        self._decision = Decision([], 0)  # on the current generation
         self._member_died = False
         self._last_check = 0.0
 
-    # -- views -----------------------------------------------------------------------------------
+    # -- generations -------------------------------------------------------------------------------
 
-    def enter(self, number: int, decision: Decision) -> View:
-        """Open view ``number``: connect to its members. A collective of the members.
+    def enter(self, number: int, decision: Decision) -> Generation:
+        """Open generation ``number``: connect to its members. A collective of the members.
 
         Fails if a member does not take part within ``silence_seconds``.
         """
@@ -68,16 +68,18 @@ class StoreMembership:
         except BaseException:
             communicator.close()
             raise
-        self.view, self._decision = View(number, members, communicator), decision
-        self._poll = KeyPoll(agreement.store.store, f"view/{number + 1}/wanted", _STORE_SECONDS)
+        self.generation, self._decision = Generation(number, members, communicator), decision
+        self._poll = KeyPoll(
+            agreement.store.store, f"generation/{number + 1}/wanted", _STORE_SECONDS
+        )
         close_at_exit(self._poll)
         self._member_died, self._last_check = False, time.monotonic()
-        return self.view
+        return self.generation
 
-    def enter_first(self, number: int, decision: Decision) -> View:
-        """Open view ``number``, the first of this worker. If that fails, try the views after it.
+    def enter_first(self, number: int, decision: Decision) -> Generation:
+        """Open generation ``number``, the first of this worker. If that fails, try later ones.
 
-        View 0 is not followed by another one if it fails: the workers gather again.
+        Generation 0 is not followed by another one if it fails: the workers gather again.
         """
         try:
             return self.enter(number, decision)
@@ -95,14 +97,14 @@ class StoreMembership:
                 agreement.store.store,
                 members.index(self._worker),
                 len(members),
-                f"view/{number}/groups",
+                f"generation/{number}/groups",
                 itertools.count(),
                 opening_seconds=self._silence_seconds,
                 lost=partial(self._lost_ranks, members, first=number == 0),
-                abandoned_key=f"view/{number + 1}/begun",
+                abandoned_key=f"generation/{number + 1}/begun",
             )
-            # A worker closes its communicator before it arrives at the next view. If closing took
-            # longer than ``silence_seconds``, the others would continue without this worker.
+            # A worker closes its communicator before it arrives at the next generation. If closing
+            # took longer than ``silence_seconds``, the others would continue without this worker.
             communicator = TorchCommunicator(
                 factory,
                 timeout_seconds=agreement.timeout_seconds,
@@ -112,7 +114,7 @@ class StoreMembership:
         return communicator
 
     def change_requested(self) -> bool:
-        """Return True if a worker asks to join, or a member has died, left or begun a view change.
+        """Return True if a worker asks to join, or a member has died, left or begun a change.
 
         Never blocks. If the store does not answer, only deaths are noticed.
         """
@@ -120,25 +122,25 @@ class StoreMembership:
         if now - self._last_check > _HEARTBEAT_SECONDS:
             self._last_check = now
             dead = self._agreement.heartbeats.dead()
-            self._member_died = self._member_died or not dead.isdisjoint(self.view.members)
+            self._member_died = self._member_died or not dead.isdisjoint(self.generation.members)
         return self._poll.found() or self._member_died
 
-    def next_view(self, *, step: int) -> View:
-        """Agree on the next view and open it; see ``Membership.next_view``."""
+    def next_generation(self, *, step: int) -> Generation:
+        """Agree on the next generation and open it; see ``Membership.next_generation``."""
         self._poll.close()
-        return self._enter_after(self.view.number, self._decision, step=step)
+        return self._enter_after(self.generation.number, self._decision, step=step)
 
-    def _enter_after(self, view: int, before: Decision, *, step: int | None) -> View:
-        """Agree on the view after ``view`` and open it. If that fails, try the next views.
+    def _enter_after(self, generation: int, before: Decision, *, step: int | None) -> Generation:
+        """Agree on the generation after ``generation`` and open it. If that fails, try later ones.
 
         Args:
-            view: Number of the view that has ended or could not be opened.
-            before: Decision on view ``view``.
-            step: Number of steps that this worker has taken; None if it was in no view yet.
+            generation: Number of the generation that has ended or could not be opened.
+            before: Decision on generation ``generation``.
+            step: Number of steps that this worker has taken; None if it was in no generation yet.
         """
         started, patience = time.monotonic(), self._silence_seconds
         arrival = Arrival(step is None, [])
-        for number in itertools.count(view + 1):
+        for number in itertools.count(generation + 1):
             earlier = before.members
             before = self._agreement.decide(number, before, patience, arrival)
             if self._worker not in before.members:
@@ -146,13 +148,14 @@ class StoreMembership:
             lost = [w for w in earlier if w not in before.members + before.disconnected]
             if lost and self._worker == before.members[0]:
                 logger.warning(
-                    "rank %d: view %d continues without %s, which ended or did not answer within "
-                    "%g s",
+                    "rank %d: generation %d continues without %s, which ended or did not answer "
+                    "within %g s",
                     *(self._worker, number, ranks_text(lost), patience),
                 )
             if before.disconnected:
                 logger.warning(
-                    "rank %d: view %d continues without %s, which cannot connect to all of %s",
+                    "rank %d: generation %d continues without %s, which cannot connect to all "
+                    "of %s",
                     *(self._worker, number),
                     *(ranks_text(before.disconnected), ranks_text(before.members)),
                 )
@@ -162,18 +165,20 @@ class StoreMembership:
             except StoreLostError:
                 raise
             except CommunicationError as error:
-                logger.info("rank %d: view %d was not opened: %s", self._worker, number, error)
+                logger.info(
+                    "rank %d: generation %d was not opened: %s", self._worker, number, error
+                )
                 now, reason = time.monotonic(), str(error)
             # A member that stops answering after it has arrived may cost ``silence_seconds`` three
-            # times: the others wait for its proposal, then for the opening of the view to fail, and
-            # then for its arrival at the next view.
+            # times: the others wait for its proposal, then for the opening of the generation to
+            # fail, and then for its arrival at the next generation.
             longest = (
                 max(self._agreement.timeout_seconds, 3 * self._silence_seconds)
                 + self._silence_seconds
             )
             if now - started > longest and not self._agreement.is_decided(number + 1):
                 raise CommunicationTimeout(
-                    f"rank {self._worker}: agreeing on the next view failed after "
+                    f"rank {self._worker}: agreeing on the next generation failed after "
                     f"{now - started:.1f} s, more than the {longest:g} s that "
                     f"timeout_seconds={self._agreement.timeout_seconds:g} allows: {reason}"
                 )
@@ -187,7 +192,7 @@ class StoreMembership:
         raise AssertionError
 
     def _left_behind(self, number: int, decision: Decision, step: int | None) -> CommunicationError:
-        """Return the error of this worker, which the ``decision`` on view ``number`` excludes."""
+        """Return the error of a worker that the ``decision`` on generation ``number`` excludes."""
         reason = (
             f"The others wait {self._silence_seconds:g} s for a silent worker (timeout_seconds, "
             "but at most 30 s)"
@@ -199,16 +204,16 @@ class StoreMembership:
             )
         return CommunicationError(
             f"rank {self._worker} was left behind at step {step or 0}: "
-            f"{ranks_text(decision.members)} are in view {number}. {reason}. Attach again to join "
-            "them"
+            f"{ranks_text(decision.members)} are in generation {number}. {reason}. Attach again to "
+            "join them"
         )
 
     def _lost_ranks(self, members: tuple[int, ...], *, first: bool) -> list[int]:
         """Return the ranks of those ``members`` whose processes have ended.
 
-        In the ``first`` view a member may end before this worker has connected to it. In later
-        views a member whose port refuses connections counts as unreachable, so that the next view
-        excludes it; see ``Agreement.unreachable``.
+        In the ``first`` generation a member may end before this worker has connected to it. In
+        later generations a member whose port refuses connections counts as unreachable, so that the
+        next generation excludes it; see ``Agreement.unreachable``.
         """
         heartbeats = self._agreement.heartbeats
         lost = heartbeats.dead() | (heartbeats.refused if first else set())
@@ -216,11 +221,11 @@ class StoreMembership:
 
     # -- other methods of Membership ---------------------------------------------------------------
 
-    def board(self, name: str) -> Board:
-        """Open the board ``name`` of the training; see ``Communicator.board``."""
-        return StoreBoard(self._agreement.store.within(f"boards/{name}").store)
+    def store(self, name: str) -> KeyValueStore:
+        """Open the store ``name`` of the training; see ``Communicator.store``."""
+        return TorchStore(self._agreement.store.within(f"stores/{name}").store)
 
     def leave(self, *, ended: bool) -> None:
         """Announce that this worker leaves permanently; see ``Membership.leave``."""
         self._poll.close()
-        self._agreement.leave(self.view.number, ended=ended)
+        self._agreement.leave(self.generation.number, ended=ended)

@@ -19,7 +19,7 @@ _MARGIN_SECONDS = 1.0  # delay with which torch may raise its time-out error
 
 
 class StoreLostError(CommunicationError):
-    """The store cannot be reached. Without it the workers cannot agree on the next view."""
+    """The store cannot be reached. Without it the workers cannot agree on the next generation."""
 
 
 class SharedStore:
@@ -81,10 +81,10 @@ class SharedStore:
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]
         raise StoreLostError(
-            f"{what}: the store at {self.location} cannot be reached ({reason}). Elastic training "
-            "needs it to agree on the next view. This worker is cut off, or the process that kept "
-            "the store has ended: keep it in a process that outlives the workers, with offbeat "
-            "store"
+            f"{what}: the store at {self.location} cannot be reached ({reason}). Elastic "
+            "training needs it to agree on the next generation. This worker is cut off, or the "
+            "process that kept the store has ended: keep it in a process that outlives the "
+            "workers, with offbeat store"
         )
 
 

@@ -2,7 +2,7 @@
 
 Each loop makes one pass over memory where torch operations make about ten.
 
-The *shared model P* is a copy of the model that must have the same bits on all workers.
+The *global model P* is a copy of the model that must have the same bits on all workers.
 ``land`` applies a mean update D to it. Without numba, torch operations replace the loops. On a CPU
 ``land`` and ``decode`` give the same bits as these, so only some of the workers may have numba.
 """

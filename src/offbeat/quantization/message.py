@@ -16,7 +16,8 @@ A quantized sum takes two stages:
 
 So each number is quantized only twice, and all workers decode the same bytes. A background thread
 starts the second stages, in the order in which the sums were started (``transport/stages.py``).
-They run on a twin (a second communicator), so that their order is independent of other collectives.
+They run on a duplicate (a second communicator), so that their order is independent of other
+collectives.
 
 Two workers that average models need a single stage, in which each one receives the update of the
 other. It sends as many bytes, and saves one operation and one quantization.
@@ -41,7 +42,7 @@ from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.integers import IntegerCodec
 from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.wire import Wire
-from offbeat.transport.handle import Handle
+from offbeat.transport.future import Future
 from offbeat.transport.team import Team
 
 SINGLE_STAGE_WORKERS = 2
@@ -144,8 +145,8 @@ class Message(ABC):
         """Make the update zero. The errors of earlier sums wait for a later message."""
 
     @abstractmethod
-    def start(self, vote: Sequence[float] | None) -> Handle[Any]:
-        """Send the message. The handle sets ``votes``.
+    def start(self, vote: Sequence[float] | None) -> Future[Any]:
+        """Send the message. The future sets ``votes``.
 
         Args:
             vote: Numbers about this worker. None: none are sent, by any worker.
@@ -183,17 +184,17 @@ class ExactMessage(Message):
             each.zero_()
 
     @override
-    def start(self, vote: Sequence[float] | None) -> Handle[Any]:
+    def start(self, vote: Sequence[float] | None) -> Future[Any]:
         team, what = self._team, self.what
         if self._keep:
             self._sent = [each.clone() for each in self._sums]
-        handles: list[Handle[Any]] = []
+        futures: list[Future[Any]] = []
         for index, each in enumerate(self._sums):
 
             def store(result: Tensor, index: int = index) -> None:
                 self._sums[index] = result
 
-            handles.append(team.communicator.sum(each, what=what).then(store))
+            futures.append(team.communicator.sum(each, what=what).then(store))
         if vote is not None:
             device = team.communicator.control_device
             own = torch.tensor(vote, dtype=torch.float64, device=device)
@@ -202,8 +203,8 @@ class ExactMessage(Message):
                 self.votes = [each.tolist() for each in votes]
 
             gathering = team.communicator.gather(own, what=f"votes of {what}")
-            handles.append(gathering.then(keep_votes))
-        return All(handles)
+            futures.append(gathering.then(keep_votes))
+        return All(futures)
 
     @override
     def read(self, index: int, start: int, total: Tensor, sent: Tensor) -> None:
@@ -280,7 +281,7 @@ class QuantizedMessage(Message):
         self._contributes = False
 
     @override
-    def start(self, vote: Sequence[float] | None) -> Handle[Any]:
+    def start(self, vote: Sequence[float] | None) -> Future[Any]:
         assert len(vote or ()) * 8 == self._vote_bytes
         team, sent = self._wire.team, self._sent
         rows = sent.new_empty(self._owners, self._bytes + self._vote_bytes)
@@ -312,7 +313,7 @@ class QuantizedMessage(Message):
             votes = received[:, self._bytes :].cpu().contiguous()
             self.votes = votes.view(torch.float64).tolist()
 
-    def _start_second(self, received: Tensor) -> Handle[list[Tensor]]:
+    def _start_second(self, received: Tensor) -> Future[list[Tensor]]:
         """Add up the blocks that this worker owns, and send the sums. For a background thread."""
         codec, owners = self._codec, self._owners
         received = received.view(owners, -1)
@@ -332,8 +333,8 @@ class QuantizedMessage(Message):
                 for update in updates:
                     codec.decode(update[first : first + count][some], part, add=True)
                 codec.encode(part, rows[some])
-        assert self._wire.twin is not None
-        return self._wire.twin.gather(out.view(-1), what=self.what)
+        assert self._wire.duplicate is not None
+        return self._wire.duplicate.gather(out.view(-1), what=self.what)
 
     def _store_sums(self, rows: list[Tensor]) -> None:
         owned = [row.view(-1, self._codec.block_bytes) for row in rows]
@@ -357,18 +358,18 @@ class QuantizedMessage(Message):
             out.copy_(total)
 
 
-class All(Handle[None]):
-    """Handle of several operations."""
+class All(Future[None]):
+    """Future of several operations."""
 
-    def __init__(self, handles: Sequence[Handle[Any]]) -> None:
-        self._handles = handles
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures = futures
 
     @override
     def done(self) -> bool:
         # Operations usually finish in order, so the last one is the most likely to be missing.
-        return all(handle.done() for handle in reversed(self._handles))
+        return all(future.done() for future in reversed(self._futures))
 
     @override
     def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
+        for future in self._futures:
+            future.wait()

@@ -28,16 +28,16 @@ class Wire:
     Attributes:
         team: The workers.
         precision: The precision.
-        twin: Communicator of second stages. None if the wire is exact.
+        duplicate: Communicator of second stages. None if the wire is exact.
     """
 
     def __init__(self, team: Team, precision: Precision = "float32") -> None:
         require_precision(precision)
         self.team, self.precision = team, precision
-        self.twin: Communicator | None = None
+        self.duplicate: Communicator | None = None
         if not self.exact:
             kernels()  # compile now, not in the first step
-            self.twin = team.communicator.twin()
+            self.duplicate = team.communicator.duplicate()
 
     @property
     def exact(self) -> bool:

@@ -11,16 +11,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError, CommunicationTimeout
-from offbeat.simulate.board import SimulatedBoard
 from offbeat.simulate.cluster import Contribution, SimulatedCluster
 from offbeat.simulate.connections import Group
 from offbeat.simulate.host import SimulatedHost, SimulatedPromise
 from offbeat.simulate.kernel import Signal
+from offbeat.simulate.key_value_store import SimulatedStore
 from offbeat.simulate.network import CollectiveKind
-from offbeat.transport.board import Board, LocalBoard
 from offbeat.transport.communicator import Communicator, Kind
-from offbeat.transport.handle import Operation
+from offbeat.transport.future import Operation
 from offbeat.transport.host import Promise
+from offbeat.transport.key_value_store import KeyValueStore, LocalStore
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class SimulatedCommunicator(Communicator):
             that never ends leads to a ``DeadlockError``.
 
     Attributes:
-        boards: Boards of the training by name, shared by all workers.
+        stores: Stores of the training by name, shared by all workers.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class SimulatedCommunicator(Communicator):
         super().__init__(group.members.index(member), len(group.members), timeout_seconds, host)
         self.host: SimulatedHost = host
         self.cluster, self.member, self.group, self._context = cluster, member, group, context
-        self.boards: dict[str, LocalBoard] = {}
-        self._twins = itertools.count()
+        self.stores: dict[str, LocalStore] = {}
+        self._duplicates = itertools.count()
 
     @override
     def start(
@@ -181,9 +181,9 @@ class SimulatedCommunicator(Communicator):
     @override
     def separate(self) -> None:
         """Give this copy a context of its own."""
-        key = next(self._twins)
+        key = next(self._duplicates)
         self._context = self.cluster.connections.derived_context(self._context, key)
-        self._twins = itertools.count()
+        self._duplicates = itertools.count()
 
     def subgroup(self, ranks: Sequence[int], *, sharing: int = 1) -> Self:
         """Return a communicator of some of these workers, including this one.
@@ -200,9 +200,9 @@ class SimulatedCommunicator(Communicator):
         )
 
     @override
-    def board(self, name: str) -> Board:
-        values = self.boards.setdefault(name, LocalBoard())
-        return SimulatedBoard(self.cluster, self.member, values)
+    def store(self, name: str) -> KeyValueStore:
+        values = self.stores.setdefault(name, LocalStore())
+        return SimulatedStore(self.cluster, self.member, values)
 
     @override
     def close(self, *, together: bool = False) -> None:

@@ -90,10 +90,10 @@ class Connections:
         return self._subgroups[context, members]
 
     def derived_context(self, context: int, key: int | tuple[int, ...]) -> int:
-        """Return the context of a twin or a subgroup of the communicator with ``context``.
+        """Return the context of a duplicate or a subgroup of the communicator with ``context``.
 
-        ``key`` is the number of the twin, or the members of the subgroup. The same arguments give
-        the same context on all workers.
+        ``key`` is the number of the duplicate, or the members of the subgroup. The same arguments
+        give the same context on all workers.
         """
         return self._contexts.setdefault((context, key), -1 - len(self._contexts))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import Handle
+from offbeat.transport.future import Future
 from offbeat.transport.team import Node
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
@@ -32,16 +32,16 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
 
 
 class _Work(dist.Work):
-    def __init__(self, handle: Handle[Any]) -> None:
+    def __init__(self, future: Future[Any]) -> None:
         super().__init__()
-        self._handle = handle
+        self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._handle.wait()
+        self._future.wait()
         return True
 
     def is_completed(self) -> bool:
-        return self._handle.done()
+        return self._future.done()
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -90,16 +90,16 @@ class SimulatedGroup(dist.ProcessGroup):
         if combine is None:
             raise NotImplementedError(f"{operation} is not simulated")
         (tensor,) = tensors
-        handle = self._communicator.reduce(tensor, "dist.all_reduce", combine)
+        future = self._communicator.reduce(tensor, "dist.all_reduce", combine)
         if operation == dist.ReduceOp.AVG:
-            return _Work(handle.then(lambda total: total.div_(self._communicator.size)))
-        return _Work(handle)
+            return _Work(future.then(lambda total: total.div_(self._communicator.size)))
+        return _Work(future)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Start ``dist.broadcast``."""
         (tensor,) = tensors
-        handle = self._communicator.broadcast(tensor, source=opts.rootRank, what="dist.broadcast")
-        return _Work(handle)
+        future = self._communicator.broadcast(tensor, source=opts.rootRank, what="dist.broadcast")
+        return _Work(future)
 
     def allgather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any = None

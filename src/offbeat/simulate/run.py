@@ -114,7 +114,7 @@ def simulate(
             try:
                 return worker()
             finally:
-                if faults:  # the worker has ended: view changes must not wait for it
+                if faults:  # the worker has ended: membership changes must not wait for it
                     connections.lose(rank)
                     lose(rank)
 

@@ -5,14 +5,14 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from offbeat.strategies.base import Outer, SharedModel, Strategy, WorkerView, setting
+from offbeat.strategies.base import GlobalModel, Outer, Strategy, WorkerView, setting
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AsyncAveraging(Strategy):
     """Workers keep computing while their models are averaged, up to a bound on the staleness.
 
-    P is the shared model, which has the same bits on all workers. x is the local model of one
+    P is the global model, which has the same bits on all workers. x is the local model of one
     worker. In a *launch* every worker takes a snapshot s of x, and the workers start to average
     their snapshots. The launch *lands* some local steps later: the mean moves P and x.
 
@@ -75,11 +75,11 @@ class AsyncAveraging(Strategy):
             )
 
     @override
-    def averages(self) -> SharedModel:
+    def averages(self) -> GlobalModel:
         outer = Outer(self.outer_lr, self.outer_momentum)
         if self.schedule == "cyclic":
-            return SharedModel(lands=self.staleness // 2, outer=outer)
-        return SharedModel(lands="arrived", bound=self.staleness, outer=outer)
+            return GlobalModel(lands=self.staleness // 2, outer=outer)
+        return GlobalModel(lands="arrived", bound=self.staleness, outer=outer)
 
     @override
     def due(self, worker: WorkerView) -> float:

@@ -1,6 +1,6 @@
 """What the workers average, and when a mean takes effect: the result of ``Strategy.averages``.
 
-There are three kinds of strategies: ``SharedModel``, ``Gradients`` and ``CustomFlow``.
+There are three kinds of strategies: ``GlobalModel``, ``Gradients`` and ``CustomFlow``.
 ``offbeat.strategies.base`` explains the terms.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 @dataclass(frozen=True)
 class Outer:
-    """Outer step: the step of the shared model P along D, the mean of the workers' updates.
+    """Outer step: the step of the global model P along D, the mean of the workers' updates.
 
         v ← μ·v + D
         P ← P + η·(D + μ·v)
@@ -33,8 +33,8 @@ class Outer:
 
 
 @dataclass(frozen=True)
-class SharedModel:
-    """The workers average models. P is the shared model, x the local model of a worker.
+class GlobalModel:
+    """The workers average models. P is the global model, x the local model of a worker.
 
     To launch a part, every worker sends its update u = x − P of that part. D is the mean of the
     updates. At the landing P moves by Δ, and x by Δ − u, because x contains u already. The local

@@ -7,13 +7,13 @@ everything else: communication, checkpoints, and changes of the group of workers
 Terms:
 
 - Each worker trains a *local model* x. If the workers average models, they also share a model P,
-  the *shared model*, which has the same bits on all workers. P consists of one or several *parts*,
+  the *global model*, which has the same bits on all workers. P consists of one or several *parts*,
   which are sent separately.
 - To *launch* a part, every worker sends its update of the part, and the workers start to average
   the updates. The part is *in flight* until it *lands*. At the landing P moves along the mean
-  update, and x follows P (see ``SharedModel``).
+  update, and x follows P (see ``GlobalModel``).
 - In a *round* all workers decide together what to average. Each worker sends a *vote*. All workers
-  receive the sum of the votes, the *tally*. With ``lands="arrived"`` the votes travel in the
+  receive their sum, the *summed votes*. With ``lands="arrived"`` the votes travel in the
   *messages* that contain the updates, and no round precedes a launch.
 - A *view* is a period with the same group of workers. A new view begins when a worker joins or is
   lost.
@@ -31,7 +31,7 @@ The methods:
     due(worker)            how many parts this worker wants to launch now; 0 requests no round
     state(worker)          the strategy's mutable state, a dataclass
     vote(worker)           numbers of this worker, which are summed over all workers
-    decide(worker, tally)  how many parts to launch, equal on all workers
+    decide(worker, sums)  how many parts to launch, equal on all workers
     outer_step(...)        coefficients of the step that moves P along the mean update
     after_step(worker)     measurements at the end of a local step
 
@@ -47,16 +47,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from offbeat.arguments import Precision, check_settings, setting
-from offbeat.strategies.averages import CustomFlow, Gradients, Outer, SharedModel
+from offbeat.strategies.averages import CustomFlow, GlobalModel, Gradients, Outer
 
 __all__ = [
     "CustomFlow",
+    "GlobalModel",
     "Gradients",
     "Outer",
     "Precision",
-    "SharedModel",
     "Strategy",
-    "Tally",
+    "SummedVotes",
     "WorkerView",
     "common",
     "local",
@@ -68,7 +68,7 @@ __all__ = [
 # -- rounds ----------------------------------------------------------------------------------------
 
 
-class Tally:
+class SummedVotes:
     """The sums of a round over all workers. Reading an attribute waits until the sums have arrived.
 
     Args:
@@ -135,7 +135,7 @@ class WorkerView:
     rest.
 
     A value marked *common* is equal on all workers. ``decide`` must depend on common values and
-    the tally only, so that all workers make the same decision.
+    the summed votes only, so that all workers make the same decision.
 
     Attributes:
         rank: Rank of this worker.
@@ -152,7 +152,7 @@ class WorkerView:
         since_launch: Number of local steps since this worker's newest launch, at first since the
             view began.
         gradient_norm_squared: ‖g‖² of the current step before clipping. With several optimizers:
-            over all of them for a ``SharedModel``, over one for ``Gradients``. Requires
+            over all of them for a ``GlobalModel``, over one for ``Gradients``. Requires
             ``Strategy.gradient_norm``.
         squares: Exponentially weighted sums of ‖u‖² over the landed updates u of this worker, and
             of ‖D‖² over the landed means D. The weight decays to 1/e while each part lands five
@@ -197,12 +197,12 @@ class Strategy(ABC):
         return "float32"
 
     @property
-    def tally_delay(self) -> int:
+    def vote_delay(self) -> int:
         """Number of rounds by which ``decide`` lags behind the votes, 0 or 1.
 
-        With 1, ``decide`` receives the tally of the previous round, which has usually arrived
-        already. In the first round ``decide`` is not called. Not used with ``lands="arrived"``,
-        whose tally is always that of the previous message.
+        With 1, ``decide`` receives the summed votes of the previous round, which have usually
+        arrived already. In the first round ``decide`` is not called. Not used with
+        ``lands="arrived"``, whose summed votes are always those of the previous message.
         """
         return 0
 
@@ -210,7 +210,7 @@ class Strategy(ABC):
         check_settings(self)
 
     @abstractmethod
-    def averages(self) -> SharedModel | Gradients | CustomFlow:
+    def averages(self) -> GlobalModel | Gradients | CustomFlow:
         """Return what is averaged, and when a mean takes effect.
 
         Called several times, and must always return equal values.
@@ -219,8 +219,8 @@ class Strategy(ABC):
     def due(self, worker: WorkerView) -> float:
         """Return the number of parts that this worker wants to launch now. 0 requests no round.
 
-        ``decide`` can read the sum over the workers, ``Tally.wanted``. The workers that still take
-        steps must request a round at the same local step, for example in every eighth step.
+        ``decide`` can read the sum over the workers, ``SummedVotes.wanted``. The workers that still
+        take steps must request a round at the same local step, for example in every eighth step.
 
         With ``lands="arrived"`` it is called at the end of a step if no message is in flight, and
         if earlier messages have not taken too much processor time. If the result is above 0, this
@@ -250,7 +250,7 @@ class Strategy(ABC):
         """
         return ()
 
-    def decide(self, worker: WorkerView, tally: Tally) -> float:
+    def decide(self, worker: WorkerView, sums: SummedVotes) -> float:
         """Return the number of parts that all workers launch in this round.
 
         The parts take turns: with 4 parts and the result 3, the first round launches parts 0, 1 and
@@ -258,10 +258,10 @@ class Strategy(ABC):
         gradients. Never called with ``Gradients(every_step=True)``.
 
         With ``lands="arrived"`` it is called once for each message, before its launch. The result
-        is the number of parts in the message, at least 1, and ``tally`` contains the votes that
+        is the number of parts in the message, at least 1, and ``sums`` contains the votes that
         arrived with the previous message (zeros before the first one).
 
-        The result must depend on the tally and common values only.
+        The result must depend on the summed votes and common values only.
 
         Returns:
             A whole number, at most ``worker.count``. ``inf``, the default: all parts, or with
@@ -269,11 +269,11 @@ class Strategy(ABC):
         """
         return math.inf
 
-    def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
+    def outer_step(self, worker: WorkerView, part: int, sums: SummedVotes) -> tuple[float, float]:
         """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + D + a·v.
 
         Only called with ``error_feedback`` and ``Outer.momentum`` > 0, once for each launch.
-        ``tally`` is that of the round that decided the launch; with ``lands="arrived"`` it is the
+        ``sums`` are those of the round that decided the launch; with ``lands="arrived"`` it is the
         one that ``decide`` received. All workers must return the same numbers.
         """
         raise NotImplementedError

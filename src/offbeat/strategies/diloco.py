@@ -5,14 +5,14 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from offbeat.strategies.base import Outer, SharedModel, Strategy, Tally, WorkerView, setting
+from offbeat.strategies.base import GlobalModel, Outer, Strategy, SummedVotes, WorkerView, setting
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DiLoCo(Strategy):
-    """Each worker takes ``period`` steps, then an outer Nesterov step moves the shared model.
+    """Each worker takes ``period`` steps, then an outer Nesterov step moves the global model.
 
-    **Update**. θ is the shared model, which is equal on all workers. x is the model of one worker
+    **Update**. θ is the global model, which is equal on all workers. x is the model of one worker
     (initially θ), g its gradient, and T the step of its optimizer, the inner optimizer:
 
         x ← T(x, g)                         H times
@@ -86,8 +86,8 @@ class DiLoCo(Strategy):
             )
 
     @override
-    def averages(self) -> SharedModel:
-        return SharedModel(
+    def averages(self) -> GlobalModel:
+        return GlobalModel(
             parts=self.fragments,
             lands=self.overlap,
             outer=Outer(self.outer_lr, self.outer_momentum),
@@ -101,5 +101,5 @@ class DiLoCo(Strategy):
         return float(worker.since_launch >= j * period // parts - (j - 1) * period // parts)
 
     @override
-    def decide(self, worker: WorkerView, tally: Tally) -> float:
+    def decide(self, worker: WorkerView, sums: SummedVotes) -> float:
         return 1

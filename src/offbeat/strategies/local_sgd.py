@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from offbeat.strategies.base import SharedModel, Strategy, WorkerView, setting
+from offbeat.strategies.base import GlobalModel, Strategy, WorkerView, setting
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -38,8 +38,8 @@ class LocalSGD(Strategy):
     optimizer_state: Literal["local", "average"] = "local"
 
     @override
-    def averages(self) -> SharedModel:
-        return SharedModel(optimizer_state=self.optimizer_state == "average")
+    def averages(self) -> GlobalModel:
+        return GlobalModel(optimizer_state=self.optimizer_state == "average")
 
     @override
     def due(self, worker: WorkerView) -> float:

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 from typing_extensions import override
 
 from offbeat.strategies.base import (
+    GlobalModel,
     Gradients,
-    SharedModel,
     Strategy,
-    Tally,
+    SummedVotes,
     WorkerView,
     common,
     local,
@@ -137,21 +137,21 @@ class SelSync(Strategy):
 
     @property
     @override
-    def tally_delay(self) -> int:
+    def vote_delay(self) -> int:
         return int(self.flags == "deferred")
 
     @override
-    def averages(self) -> SharedModel | Gradients:
+    def averages(self) -> GlobalModel | Gradients:
         if self.aggregate == "gradients":
             return Gradients(every_step=False)
-        return SharedModel(optimizer_state=self.optimizer_state == "average")
+        return GlobalModel(optimizer_state=self.optimizer_state == "average")
 
     @override
     def state(self, worker: WorkerView) -> SelSyncState:
         target = self.target_lssr
         controller = None if target is None else ThresholdController(target)
         # Deferred flags are not decided in the first round.
-        return SelSyncState(RelativeChange(self.window), controller, since_sync=self.tally_delay)
+        return SelSyncState(RelativeChange(self.window), controller, since_sync=self.vote_delay)
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
@@ -171,12 +171,12 @@ class SelSync(Strategy):
         return float(flag), change if math.isfinite(change) else 0.0
 
     @override
-    def decide(self, worker: WorkerView, tally: Tally) -> float:
+    def decide(self, worker: WorkerView, sums: SummedVotes) -> float:
         """Adjust δ. Synchronize on a flag, in the warm-up, and after ``max_interval`` steps."""
         state: SelSyncState = worker.state
-        flags, changes = tally.votes
+        flags, changes = sums.votes
         if state.controller is not None:
-            state.controller.update(flags > 0, changes / max(1, tally.stepping))
+            state.controller.update(flags > 0, changes / max(1, sums.stepping))
         state.decided += 1
         state.since_sync += 1
         overdue = self.max_interval is not None and state.since_sync >= self.max_interval

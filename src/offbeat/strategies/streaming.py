@@ -10,11 +10,11 @@ from typing import ClassVar, Literal
 from typing_extensions import override
 
 from offbeat.strategies.base import (
+    GlobalModel,
     Outer,
     Precision,
-    SharedModel,
     Strategy,
-    Tally,
+    SummedVotes,
     WorkerView,
     common,
     setting,
@@ -45,7 +45,7 @@ class StreamingState:
 class StreamingAveraging(Strategy):
     """Average the model in parts, which are in flight while the workers compute.
 
-    **Update**. P is the shared model, which has the same bits on all workers. x is the local model
+    **Update**. P is the global model, which has the same bits on all workers. x is the local model
     of one worker. f is a part, w the weight of a worker (1, or 0 if it has nothing new to send), C
     the quantization at the precision ``wire`` (see ``attach``), and k the workers' mean number of
     local steps since the previous launch of f. In the eager schedule a worker without new steps has
@@ -148,8 +148,8 @@ class StreamingAveraging(Strategy):
         return "int2" if self.schedule == "eager" else "float32"
 
     @override
-    def averages(self) -> SharedModel:
-        return SharedModel(
+    def averages(self) -> GlobalModel:
+        return GlobalModel(
             parts=self._auto_parts if self.parts == "auto" else self.parts,
             lands="arrived" if self.schedule == "eager" else self.staleness // 2,
             bound=self.staleness,
@@ -190,21 +190,21 @@ class StreamingAveraging(Strategy):
         return step, *worker.squares
 
     @override
-    def decide(self, worker: WorkerView, tally: Tally) -> float:
+    def decide(self, worker: WorkerView, sums: SummedVotes) -> float:
         """Launch the parts of the cyclic schedule, or as many as arrive young."""
         return math.inf if self.schedule == "eager" else self._cycle(worker.count)[1]
 
     @override
-    def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
-        """Return e^(−k/50) and (G − 1)·(1 − e^(−k/50)). The tally determines k and G."""
+    def outer_step(self, worker: WorkerView, part: int, sums: SummedVotes) -> tuple[float, float]:
+        """Return e^(−k/50) and (G − 1)·(1 − e^(−k/50)). The summed votes determine k and G."""
         state: StreamingState = worker.state
-        steps, sent, mean = tally.votes
+        steps, sent, mean = sums.votes
         if self.outer_gain != "auto":
             state.gain = self.outer_gain
         elif mean > 0:
             state.gain = min(max(math.sqrt(sent / mean), 1.0), math.sqrt(worker.size))
         # No worker steps in the last message of a barrier, and before the first message.
-        step = steps / tally.stepping if tally.stepping else state.launch_steps[part]
+        step = steps / sums.stepping if sums.stepping else state.launch_steps[part]
         # The mean step of the workers may decrease when the fastest ones run out of data. The decay
         # must not exceed 1 then.
         decay = math.exp(min(0.0, state.launch_steps[part] - step) / _MOMENTUM_STEPS)

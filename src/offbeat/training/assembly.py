@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
 from offbeat.checkpoint.worker_state import WorkerState
-from offbeat.elastic.views import Views
+from offbeat.elastic.membership_changes import MembershipChanges
 from offbeat.nodes.gradients import NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
@@ -58,7 +58,8 @@ class Components:
     Attributes:
         joined: True if this worker has joined a running training.
         state: The state of this worker, for checkpoints and workers that join.
-        views: The view changes of elastic training; None if training is not elastic.
+        membership_changes: The membership changes of elastic training; None if training is not
+            elastic.
         objects: The model, followed by the torch optimizers.
         device: Device of the trained parameters.
         leased_samplers: Number of ``LeasedSampler`` objects of this training.
@@ -89,9 +90,9 @@ class Components:
         lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
         lines += [f"adam_correction {adam_correction}"]
         lines += describe(strategy, full, optimizers)
-        self.joined = team.view > 0  # the workers that start together have view 0
+        self.joined = team.generation > 0  # the workers that start together have generation 0
         senders = team.replica_team if isinstance(strategy.averages(), Gradients) else team
-        opened = Wire(senders)  # an exact wire, until ``views.join`` opens that of the others
+        opened = Wire(senders)  # an exact wire, until ``changes.join`` opens that of the others
         with team.account.paused():
             if not self.joined:
                 require_consistency(team.everyone, lines)
@@ -110,7 +111,7 @@ class Components:
         self.state = WorkerState(
             model, self.iteration, self.consensus, self.recorder, sharded=shards is not None
         )
-        self.views: Views | None = None
+        self.membership_changes: MembershipChanges | None = None
         if not self.joined:
             flow.start()
         if min_workers is not None:
@@ -137,17 +138,17 @@ class Components:
 
         ``lines`` describe model and settings, and must be equal on all workers.
         """
-        views = self.views = Views(
+        changes = self.membership_changes = MembershipChanges(
             *(self.iteration, self.state, self.recorder.exclude_time, wire, lines),
             min_workers=min_workers,
         )
-        self.iteration.recover = views
+        self.iteration.recover = changes
         self.iteration.guard.elastic = True
         if self.joined:
             with self.team.account.paused():
-                views.join()
+                changes.join()
         else:
-            views.record()
+            changes.record()
 
     def _hook_optimizers(self, *, adam_correction: bool) -> None:
         sgd_factor = partial(attrgetter("flow.lr_factor"), self.iteration)
@@ -181,6 +182,6 @@ class Components:
         try:
             self.recorder.close()
         finally:
-            if self.team.membership is not None and self.views is not None:
+            if self.team.membership is not None and self.membership_changes is not None:
                 self.team.membership.leave(ended=together)
             self.team.close(together=together)

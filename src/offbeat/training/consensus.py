@@ -65,7 +65,7 @@ class Consensus:
         self._versions: list[int] = []  # see note_parameters
 
     def _retry(self, function: Callable[[], T]) -> T:
-        """Call ``function``. In elastic training call it again in the next view after a failure."""
+        """Call ``function``. Elastic training calls it again in the next generation."""
         while True:
             try:
                 return function()
@@ -272,7 +272,7 @@ class Consensus:
             self._average_also(also)
         self.ended = True
         # No worker may leave before all have the final mean. If a worker is lost before that, the
-        # others of an elastic training compute the mean again in a new view.
+        # others of an elastic training compute the mean again in a new generation.
         lost = () if self._iteration.recover is not None else (CommunicationError,)
         with contextlib.suppress(*lost), team.account.paused():
             compare_final(self._worker, self._iteration.flow.strategy)

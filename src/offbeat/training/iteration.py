@@ -33,13 +33,13 @@ _synchronizes = operator.attrgetter("require_backward_grad_sync")
 
 
 class Recovery(Protocol):
-    """Begins the next view in elastic training. ``elastic.views.Views`` implements it."""
+    """Begins the next generation in elastic training; see ``MembershipChanges``."""
 
-    def require_current_view(self) -> None:
-        """Raise CommunicationError if a new view must begin, e.g. because a worker asks to join."""
+    def require_current_generation(self) -> None:
+        """Raise CommunicationError if a new generation must begin, e.g. if a worker joins."""
 
     def __call__(self, error: CommunicationError) -> bool:
-        """End this view because of ``error`` and begin the next one, or raise.
+        """End this generation because of ``error`` and begin the next one, or raise.
 
         Returns True if another worker had made more progress and has sent its model to this worker.
         The local gradients then belong to the old model, so the current step must be skipped.
@@ -59,7 +59,7 @@ class Iteration:
     Attributes:
         active: False once training has ended. The hooks then do nothing.
         guard: Context around communication. It raises if it is entered after a failure.
-        recover: Begins the next view after a failure. None: a failure ends training.
+        recover: Begins the next generation after a failure. None: a failure ends training.
     """
 
     def __init__(
@@ -145,7 +145,8 @@ class Iteration:
             except CommunicationError as error:
                 if self.recover is None:
                     raise
-                # The next view replaces the model, which must not change while backward computes.
+                # The next generation replaces the model, which must not change while backward
+                # computes.
                 self._failure = error  # handled in ``_prepare``
 
     def backward_ended(self, received: set[int]) -> None:
@@ -300,17 +301,19 @@ class Iteration:
     def _elastic_gradients_ready(
         self, optimizer: AttachedOptimizer, *, last: bool, again: bool
     ) -> bool:
-        """Call the flow's ``gradients_ready``. After a failure, begin the next view and retry."""
+        """Call the flow's ``gradients_ready``. After a failure, retry in the next generation."""
         assert self.recover is not None
         worker = self._worker
         while True:
             try:
                 if self._failure is not None:
                     raise self._failure
-                self.recover.require_current_view()
+                self.recover.require_current_generation()
                 return self.flow.gradients_ready(optimizer, last=last and not again)
             except CommunicationError as error:
-                worker.step -= last  # without this step, because the next view begins before it
+                worker.step -= (
+                    last  # without this step, because the next generation begins before it
+                )
                 skip = self.recover(error)
                 worker.step += last
             if skip:  # the optimizer does not change a parameter without gradient
@@ -354,8 +357,8 @@ class Iteration:
 
     # -- called by the synchronizer ----------------------------------------------------------
 
-    def begin_view(self, flow: Flow) -> None:
-        """Begin the next view, in which ``flow`` runs the strategy."""
+    def begin_generation(self, flow: Flow) -> None:
+        """Begin the next generation, in which ``flow`` runs the strategy."""
         self.flow = flow
         self._failure, self._host = None, self._worker.team.host
         self.watch_backward()
@@ -370,7 +373,7 @@ class Iteration:
         """True while the model is the consensus (inside ``forbid_steps``)."""
         return bool(self._forbidden)
 
-    def require_boundary(self, what: str) -> None:
+    def require_step_end(self, what: str) -> None:
         """Raise AttachError in the middle of an iteration. ``what`` names the rejected call."""
         if self._stepped or self._prepared:
             raise AttachError(

@@ -1,6 +1,6 @@
 """The communicator: the interface through which a worker exchanges tensors with the others.
 
-A method such as ``Communicator.sum`` starts an operation and returns its handle. ``Handle.wait``
+A method such as ``Communicator.sum`` starts an operation and returns its future. ``Future.wait``
 blocks until the operation has ended. In between, the worker can compute. A *collective* is an
 operation in which all workers take part. On one communicator all workers start the same collectives
 in the same order.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError
 from offbeat.transport.accounting import Account
-from offbeat.transport.board import Board
-from offbeat.transport.handle import Handle, Operation
+from offbeat.transport.future import Future, Operation
 from offbeat.transport.host import Host, Promise
+from offbeat.transport.key_value_store import KeyValueStore
 
 T = TypeVar("T")
 Kind = Literal["sum", "maximum", "broadcast", "gather", "exchange", "send", "receive"]
@@ -47,9 +47,9 @@ class Communicator(ABC):
         size: Number of workers.
         timeout_seconds: Time limit of an operation, except those started with ``patient=True``.
         host: Clock and background threads of this worker.
-        account: Account to which the communicator and its twins add.
-        membership: The ``Membership`` of the communicator's view (``transport/membership.py``);
-            None if the training is not elastic.
+        account: Account to which the communicator and its duplicates add.
+        membership: The ``Membership`` of the communicator's generation
+            (``transport/membership.py``); None if the training is not elastic.
         label: Text after the name of each operation in errors. For example, it tells in which group
             the worker has the rank of the message.
         senders: Number of processes of one machine of which only one sends to other machines
@@ -93,11 +93,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def separate(self) -> None:
-        """Separate this copy of a communicator from the original; see ``twin``. A collective."""
+        """Separate a copy of a communicator from the original; see ``duplicate``. A collective."""
 
     @abstractmethod
     def close(self, *, together: bool = False) -> None:
-        """Release connections, threads and descriptors, including those of all twins.
+        """Release connections, threads and descriptors, including those of all duplicates.
 
         Operations that have not ended fail, here and on the other workers that take part in them.
         A second call has no effect.
@@ -107,59 +107,59 @@ class Communicator(ABC):
                 collective: the workers wait for each other, so that none sees a broken connection.
         """
 
-    def board(self, name: str) -> Board:
-        """Open the board ``name``: a key-value store that the workers of this training share.
+    def store(self, name: str) -> KeyValueStore:
+        """Open the store ``name``: a key-value store that the workers of this training share.
 
-        Every worker opens the same boards in the same order. In elastic training a board outlives
-        the view, and workers that join later open it, too.
+        Every worker opens the same stores in the same order. In elastic training a store outlives
+        the generation, and workers that join later open it, too.
 
         Raises:
-            OffbeatError: This kind of communicator has no board.
+            OffbeatError: This kind of communicator has no store.
         """
-        raise OffbeatError(f"a {type(self).__name__} has no board, so workers cannot lease data")
+        raise OffbeatError(f"a {type(self).__name__} has no store, so workers cannot lease data")
 
     # -- used by everyone -------------------------------------------------------------------------
 
     @final
-    def twin(self) -> Self:
+    def duplicate(self) -> Self:
         """Return a second communicator between the same workers. A collective.
 
         Each communicator has its own order of operations. So two threads of a worker can each use
         one of them.
         """
-        twin = copy.copy(self)
-        twin.membership = None  # only the original starts view changes
-        twin.separate()
-        return twin
+        duplicate = copy.copy(self)
+        duplicate.membership = None  # only the original starts membership changes
+        duplicate.separate()
+        return duplicate
 
     @final
-    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+    def sum(self, tensor: Tensor, *, what: str) -> Future[Tensor]:
         """Start replacing ``tensor`` by its sum over the workers."""
         return self._begin("sum", tensor, what)
 
     @final
-    def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+    def maximum(self, tensor: Tensor, *, what: str) -> Future[Tensor]:
         """Start replacing ``tensor`` by its elementwise maximum over the workers."""
         return self._begin("maximum", tensor, what)
 
     @final
-    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Future[Tensor]:
         """Start replacing ``tensor`` by the tensor of worker ``source``."""
         return self._begin("broadcast", tensor, what, source)
 
     @final
-    def gather(self, tensor: Tensor, *, what: str) -> Handle[list[Tensor]]:
+    def gather(self, tensor: Tensor, *, what: str) -> Future[list[Tensor]]:
         """Start an all-gather: the result lists every worker's ``tensor`` in rank order."""
         return self._begin("gather", tensor, what)
 
     @final
-    def gather_numbers(self, numbers: Sequence[float], *, what: str) -> Handle[list[list[float]]]:
+    def gather_numbers(self, numbers: Sequence[float], *, what: str) -> Future[list[list[float]]]:
         """Start an all-gather in float64: the result lists every worker's numbers in rank order."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self.control_device)
         return self.gather(own, what=what).then(lambda rows: [row.tolist() for row in rows])
 
     @final
-    def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
+    def exchange(self, tensor: Tensor, *, what: str) -> Future[Tensor]:
         """Start an all-to-all: send chunk k of ``tensor`` to worker k, for N chunks of equal size.
 
         The result is a new tensor of the chunks received, in rank order. With two workers that hold
@@ -168,14 +168,14 @@ class Communicator(ABC):
         return self._begin("exchange", tensor, what)
 
     @final
-    def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Handle[Tensor]:
+    def send(self, tensor: Tensor, *, destination: int, tag: int = 0, what: str) -> Future[Tensor]:
         """Start sending ``tensor`` to one worker, which must start to receive with this tag."""
         return self._begin("send", tensor, what, destination, tag)
 
     @final
     def receive(
         self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
-    ) -> Handle[Tensor]:
+    ) -> Future[Tensor]:
         """Start overwriting ``tensor`` with a message that worker ``source`` sends with this tag.
 
         With ``patient`` there is no time limit, as for a server that waits for requests. The
@@ -184,8 +184,8 @@ class Communicator(ABC):
         return self._begin("receive", tensor, what, source, tag, patient)
 
     @final
-    def await_promise(self, promise: Promise[T], *, what: str, patient: bool = False) -> Handle[T]:
-        """Return a handle that waits until another thread of this worker fulfils ``promise``.
+    def await_promise(self, promise: Promise[T], *, what: str, patient: bool = False) -> Future[T]:
+        """Return a future that waits until another thread of this worker fulfils ``promise``.
 
         The wait has the time limit and the errors of an operation. With ``patient`` it has no time
         limit, and fails only if the connections of this worker are lost or closed.
@@ -221,10 +221,10 @@ class Communicator(ABC):
         collective of another size than it has started, but never combines it with a message.
         """
         peers = [rank for rank in range(self.size) if rank != self.rank]
-        handles = [self.send(_byte(), destination=rank, tag=_MEETING, what=what) for rank in peers]
-        handles += [self.receive(_byte(), source=rank, tag=_MEETING, what=what) for rank in peers]
-        for handle in handles:
-            handle.wait()
+        futures = [self.send(_byte(), destination=rank, tag=_MEETING, what=what) for rank in peers]
+        futures += [self.receive(_byte(), source=rank, tag=_MEETING, what=what) for rank in peers]
+        for future in futures:
+            future.wait()
 
     @final
     @contextlib.contextmanager

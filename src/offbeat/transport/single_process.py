@@ -6,10 +6,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationTimeout
-from offbeat.transport.board import Board, LocalBoard
 from offbeat.transport.communicator import Communicator, Kind
-from offbeat.transport.handle import Completed, Operation, PromiseWait
+from offbeat.transport.future import Completed, Operation, PromiseWait
 from offbeat.transport.host import Promise, ThreadHost
+from offbeat.transport.key_value_store import KeyValueStore, LocalStore
 
 T = TypeVar("T")
 
@@ -53,8 +53,8 @@ class SingleCommunicator(Communicator):
         """Do nothing: there are no connections."""
 
     @override
-    def board(self, name: str) -> Board:
-        return LocalBoard() if self.membership is None else self.membership.board(name)
+    def store(self, name: str) -> KeyValueStore:
+        return LocalStore() if self.membership is None else self.membership.store(name)
 
     @override
     def close(self, *, together: bool = False) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import Handle, explained
+from offbeat.transport.future import Future, explained
 from offbeat.transport.host import Host, Promise
 
 T = TypeVar("T")
@@ -37,24 +37,24 @@ class Stages:
         self._last.fulfil(None)
 
     def start(
-        self, first: Handle[Any], second: Callable[[Any], Handle[T]], *, what: str, like: Tensor
-    ) -> Handle[T]:
+        self, first: Future[Any], second: Callable[[Any], Future[T]], *, what: str, like: Tensor
+    ) -> Future[T]:
         """Start a thread for the second stage of an operation whose first stage was started.
 
         Args:
-            first: Handle of the first stage.
-            second: Function that starts the second stage and returns its handle. The background
+            first: Future of the first stage.
+            second: Function that starts the second stage and returns its future. The background
                 thread calls it with the result of the first stage.
             what: Name of the operation.
             like: A tensor on the device of the operation.
 
         Returns:
-            Handle of the second stage. Its ``wait`` also raises the exception of the first stage,
+            Future of the second stage. Its ``wait`` also raises the exception of the first stage,
             of ``second``, or of an earlier operation that failed.
         """
         communicator, host, before = self._communicator, self._communicator.host, self._last
         stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
-        started: Promise[Handle[T] | Exception] = host.promise()
+        started: Promise[Future[T] | Exception] = host.promise()
         ended: Promise[Exception | None] = host.promise()
         self._last = ended
 
@@ -78,15 +78,15 @@ class Stages:
         return _BothStages(waiting, host)
 
 
-class _BothStages(Handle[T]):
-    """Handle of an operation with two stages.
+class _BothStages(Future[T]):
+    """Future of an operation with two stages.
 
     Args:
-        started: Handle of the promise of the handle of the second stage, or of an exception.
+        started: Future of the promise of the future of the second stage, or of an exception.
         host: Host of this worker.
     """
 
-    def __init__(self, started: Handle[Handle[T] | Exception], host: Host) -> None:
+    def __init__(self, started: Future[Future[T] | Exception], host: Host) -> None:
         self._started, self._host = started, host
 
     @override
@@ -106,11 +106,11 @@ class _BothStages(Handle[T]):
 
 
 def _start_second(
-    first: Handle[Any],
-    second: Callable[[Any], Handle[T]],
+    first: Future[Any],
+    second: Callable[[Any], Future[T]],
     stream: torch.cuda.Stream | None,
     communicator: Communicator,
-) -> Handle[T]:
+) -> Future[T]:
     """Wait for the first stage, then call ``second``.
 
     ``stream`` is the CUDA stream of the thread that started the operation; None for tensors on the

@@ -1,6 +1,6 @@
 """The team: the workers that train together, with rank, size and communicator.
 
-In elastic training each view has its own communicator; see ``transport/membership.py``.
+In elastic training each generation has its own communicator; see ``transport/membership.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch
 from offbeat.transport.accounting import Account
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.host import Host
-from offbeat.transport.membership import Membership, View
+from offbeat.transport.membership import Generation, Membership
 from offbeat.transport.stages import Stages
 
 _POLL_SECONDS = 0.0005
@@ -45,25 +45,28 @@ class Team:
     """The workers that train together, as seen by one of them.
 
     A worker is one process or, with ``node``, a node of several processes. Rank, size and
-    communicator change in ``enter``. So other objects must not store them for longer than a view.
+    communicator change in ``enter``. So other objects must not store them for longer than a
+    generation.
 
     Args:
-        communicator: Communicator between the workers in the first view of this worker. With a
+        communicator: Communicator between the workers in the first generation of this worker. With
+            a
             node: between this process and its counterparts.
         node: Node of this process; None if the process is a worker by itself.
         account: Account to which the communicators add; None creates one.
 
     Attributes:
-        view: Number of the current view; 0 if the training is not elastic.
+        generation: Number of the current generation; 0 if the training is not elastic.
         members: Identity of each worker, by rank. The identity is the worker's rank in the first
-            view (view 0), or a new number if the worker joined later. It never changes. Example:
-            after worker 1 of 3 is lost, ``members`` is (0, 2).
+            generation (generation 0), or a new number if the worker joined later. It never changes.
+            Example: after worker 1 of 3 is lost, ``members`` is (0, 2).
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
-        stages: Starts the second stages of sums of the current view, in background threads.
-        movers: Moves the shared model by sums that have arrived, in other background threads.
+        stages: Starts the second stages of sums of the current generation, in background threads.
+        movers: Moves the global model by sums that have arrived, in other background threads.
         host: Clock and background threads of this worker.
-        account: Bytes sent and time waited in all views.
-        membership: Interface for agreeing on the next view; None if the training is not elastic.
+        account: Bytes sent and time waited in all generations.
+        membership: Interface for agreeing on the next generation; None if the training is not
+            elastic.
     """
 
     def __init__(
@@ -77,41 +80,41 @@ class Team:
         self.account = Account() if account is None else account
         self._replica_team: Team | None = None
         if communicator.membership is None:
-            self._set_view(View(0, tuple(range(communicator.size)), communicator))
+            self._set_generation(Generation(0, tuple(range(communicator.size)), communicator))
         else:
-            self._set_view(communicator.membership.view)
+            self._set_generation(communicator.membership.generation)
 
-    def _set_view(self, view: View) -> None:
-        self.view, self.members = view.number, view.members
-        self.membership: Membership | None = view.communicator.membership
-        self.communicator = view.communicator
+    def _set_generation(self, generation: Generation) -> None:
+        self.generation, self.members = generation.number, generation.members
+        self.membership: Membership | None = generation.communicator.membership
+        self.communicator = generation.communicator
         self.communicator.account = self.account
-        self.host: Host = view.communicator.host
-        self.stages = Stages(view.communicator, "second stages of sums")
-        self.movers = Stages(view.communicator, "landings of parts")
+        self.host: Host = generation.communicator.host
+        self.stages = Stages(generation.communicator, "second stages of sums")
+        self.movers = Stages(generation.communicator, "landings of parts")
 
-    def enter(self, view: View) -> None:
-        """Replace the current view by ``view``. The caller has closed the current one."""
-        self._set_view(view)
+    def enter(self, generation: Generation) -> None:
+        """Replace the current generation, which the caller has closed, by ``generation``."""
+        self._set_generation(generation)
 
     @property
     def rank(self) -> int:
-        """Rank of this worker in the current view."""
+        """Rank of this worker in the current generation."""
         return self.communicator.rank
 
     @property
     def size(self) -> int:
-        """Number of workers in the current view."""
+        """Number of workers in the current generation."""
         return len(self.members)
 
     @property
     def ranks(self) -> range:
-        """Ranks of all workers in the current view."""
+        """Ranks of all workers in the current generation."""
         return range(self.size)
 
     @property
     def identity(self) -> int:
-        """Number of this process, the same in all views.
+        """Number of this process, the same in all generations.
 
         Without a node it is this worker's entry in ``members``. With a node it is the rank of the
         process among all processes of all nodes.

@@ -56,7 +56,7 @@ class OptimizerRule(Rule):
 
 
 class DownpourFlow(ServerFlow):
-    """Handles the events of a training step for ``Downpour``.
+    """Futures the events of a training step for ``Downpour``.
 
     Attributes:
         gradients: G as one vector.

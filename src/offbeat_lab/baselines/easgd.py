@@ -48,7 +48,7 @@ class ElasticRule(Rule):
 
 
 class EASGDFlow(ServerFlow):
-    """Handles the events of a training step for ``EASGD``.
+    """Futures the events of a training step for ``EASGD``.
 
     Attributes:
         steps: Number of local steps.

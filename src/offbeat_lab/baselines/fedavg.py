@@ -18,9 +18,9 @@ from offbeat import Strategy
 from offbeat.extend import (
     POSITIVE,
     CustomFlow,
+    GlobalModel,
     Round,
     RoundAverager,
-    SharedModel,
     WorkerView,
     require_number,
     setting,
@@ -184,7 +184,7 @@ class FedAvg(Strategy):
     @override
     def averages(self) -> CustomFlow:
         return CustomFlow(
-            lambda strategy, worker: FedAvgFlow(strategy, worker, SharedModel()),
+            lambda strategy, worker: FedAvgFlow(strategy, worker, GlobalModel()),
             self._check_run,
             blocking=True,
         )

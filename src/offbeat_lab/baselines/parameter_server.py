@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offbeat.extend import Completed, Handle, Promise, Team, explained
+from offbeat.extend import Completed, Future, Promise, Team, explained
 from offbeat_lab.baselines.shard import NO_CLOCK, Answer, Request, RequestKind, Rule, Shard
 
 _REQUEST, _PUSHED, _ANSWER, _PULLED, _CONTROL = range(1, 6)
@@ -75,7 +75,7 @@ class ParameterServer:
         slices = zip(ranks, itertools.starmap(slice, itertools.pairwise(ends)), strict=True)
         # Each worker begins with the servers after its own rank, to spread the traffic.
         self._slices = dict(sorted(slices, key=lambda item: (item[0] - team.rank - 1) % team.size))
-        self._sent: list[Handle[Tensor]] = []  # gloo may lose a message whose handle is deleted
+        self._sent: list[Future[Tensor]] = []  # gloo may lose a message whose future is deleted
         self._in_flight: Promise[int | Exception] | None = None
         self._what = ""  # name of the request in flight, for error messages
         self._answer: int | None = None  # minimum clock in an answer that was not taken yet
@@ -126,8 +126,8 @@ class ParameterServer:
         def receive() -> None:
             try:
                 clock = _min_clock(answers)
-                for handle in sent:
-                    handle.wait()
+                for future in sent:
+                    future.wait()
                 outcome.fulfil(clock)
             except Exception as error:  # raised later by ``await_answer``, on the training thread
                 outcome.fulfil(error)
@@ -193,9 +193,9 @@ class ParameterServer:
         """
         answers = self._ask(Request("barrier", self._team.rank))
         clocks = []
-        for server, handle in zip(self._slices, answers, strict=True):
-            while not (answer := handle.wait()).reached:
-                (handle,) = self._ask(Request("wait", self._team.rank), server=server)
+        for server, future in zip(self._slices, answers, strict=True):
+            while not (answer := future.wait()).reached:
+                (future,) = self._ask(Request("wait", self._team.rank), server=server)
             clocks.append(answer.clock)
         self.await_answer()
         # This answer's minimum clock does not include the workers at the barrier.
@@ -224,7 +224,7 @@ class ParameterServer:
         values: Tensor | None = None,
         *,
         server: int | None = None,
-    ) -> list[Handle[Answer]]:
+    ) -> list[Future[Answer]]:
         """Send a request and start to receive the answers.
 
         Args:
@@ -245,7 +245,7 @@ class ParameterServer:
                 self._send(request.encode(), rank, _REQUEST)
         return [self._exchange(request, rank, values[place]) for rank, place in places.items()]
 
-    def _exchange(self, request: Request, server: int, values: Tensor) -> Handle[Answer]:
+    def _exchange(self, request: Request, server: int, values: Tensor) -> Future[Answer]:
         """Send the values of a request, if it pushes, and start to receive the answer."""
         communicator = self._team.communicator
         patient = request.min_clock > -NO_CLOCK
@@ -283,8 +283,8 @@ class ParameterServer:
         self._sent.append(send(tensor, destination=server, tag=tag, what=what))
 
     def _wait_for_sent(self) -> None:
-        for handle in self._sent:
-            handle.wait()
+        for future in self._sent:
+            future.wait()
         self._sent = []
 
     # -- the server's background threads ---------------------------------------------------------
@@ -303,7 +303,7 @@ class ParameterServer:
         # One buffer is enough. This thread handles a push before it receives the next request, and
         # a worker that waits for pulled values pushes nothing.
         buffer = torch.empty_like(shard.values)
-        sent: deque[Handle[Tensor]] = deque()  # gloo may lose a message whose handle is deleted
+        sent: deque[Future[Tensor]] = deque()  # gloo may lose a message whose future is deleted
 
         def send(request: Request, answer: Answer, pulled: Tensor | None) -> None:
             numbers = torch.tensor([*map(int, answer)], device="cpu")
@@ -330,6 +330,6 @@ class ParameterServer:
             shard.handle(request, values, partial(send, request))
 
 
-def _min_clock(answers: Sequence[Handle[Answer]]) -> int:
+def _min_clock(answers: Sequence[Future[Answer]]) -> int:
     """Wait for all answers and return their minimum clock."""
     return min([answer.wait().clock for answer in answers])

@@ -105,7 +105,7 @@ class LowRankMean(GradientMean):
         """Copy the gradients, or zeros, to the buckets. Return the compressed and all others."""
         values: list[Tensor] = []
         for bucket in self._buckets:
-            bucket.handle = Completed(bucket.pack(contribute=contribute))
+            bucket.future = Completed(bucket.pack(contribute=contribute))
             values += bucket.flat.split(bucket.lengths)
         pairs = list(zip(values, self._shapes, strict=True))
         return [v.view(shape) for v, shape in pairs if shape], [v for v, s in pairs if not s]
@@ -113,8 +113,8 @@ class LowRankMean(GradientMean):
     def _sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their sums over the workers: one message for each dtype and device."""
         flats, what = make_flats(tensors), "low-rank mean of the gradients"
-        handles = [self._team.communicator.sum(flat.copy(), what=what) for flat in flats]
-        sums = [handle.wait() for handle in handles]
+        futures = [self._team.communicator.sum(flat.copy(), what=what) for flat in flats]
+        sums = [future.wait() for future in futures]
         for flat, values in zip(flats, sums, strict=True):
             flat.write(0, values)
 

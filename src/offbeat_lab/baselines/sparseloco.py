@@ -1,6 +1,6 @@
 """SparseLoCo: DiLoCo with sparse, 2-bit messages, and error feedback in place of outer momentum.
 
-P is the shared model, equal on all workers, and x the local model of one worker. A flat vector of
+P is the global model, equal on all workers, and x the local model of one worker. A flat vector of
 parameters is cut into *chunks* of at most 4096 elements. Of each chunk a worker sends a few entries
 with the largest absolute values. Let a be their mean absolute value. A message contains:
 
@@ -23,12 +23,12 @@ from offbeat import Strategy
 from offbeat.extend import (
     All,
     CustomFlow,
-    Handle,
+    Future,
+    GlobalModel,
     Message,
     Outer,
     RoundAverager,
     Section,
-    SharedModel,
     Team,
     WorkerView,
     setting,
@@ -114,8 +114,8 @@ class SparseMessage(Message):
         self._contributes = False
 
     @override
-    def start(self, vote: Sequence[float] | None) -> Handle[Any]:
-        handles: list[Handle[Any]] = []
+    def start(self, vote: Sequence[float] | None) -> Future[Any]:
+        futures: list[Future[Any]] = []
         self._sums = [torch.empty(0)] * len(self._errors)
         for index, (error, vectors) in enumerate(zip(self._errors, self._formats, strict=True)):
             message = error.new_zeros(vectors.nbytes, dtype=torch.uint8)
@@ -128,13 +128,13 @@ class SparseMessage(Message):
             ) -> None:
                 self._sums[index] = vectors.sum(messages, self._errors[index].dtype)
 
-            handles.append(self._team.communicator.gather(message, what=self.what).then(store))
-        return All(handles)
+            futures.append(self._team.communicator.gather(message, what=self.what).then(store))
+        return All(futures)
 
     @override
     def read(self, index: int, start: int, total: Tensor, sent: Tensor) -> None:
         total.copy_(self._sums[index][start : start + total.numel()])
-        sent.zero_()  # not used: the local model becomes the shared model
+        sent.zero_()  # not used: the local model becomes the global model
 
 
 class SparseLoCoFlow(RoundAverager):
@@ -164,7 +164,7 @@ class SparseLoCoFlow(RoundAverager):
 class SparseLoCo(Strategy):
     """Each worker takes ``period`` steps, then sends the largest entries of its update in 2 bits.
 
-    **Update**. P is the shared model, x the local model of a worker (initially P), and T the step
+    **Update**. P is the global model, x the local model of a worker (initially P), and T the step
     of its optimizer with the gradient g. e is the error feedback of the worker (initially 0), and
     Q the selection and quantization of the largest entries of each chunk:
 
@@ -203,7 +203,7 @@ class SparseLoCo(Strategy):
 
     @override
     def averages(self) -> CustomFlow:
-        shared = SharedModel(outer=Outer(self.outer_lr))
+        shared = GlobalModel(outer=Outer(self.outer_lr))
         return CustomFlow(
             lambda strategy, worker: SparseLoCoFlow(strategy, worker, shared), blocking=True
         )

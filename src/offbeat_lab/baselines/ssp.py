@@ -18,7 +18,7 @@ from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
 
 
 class SSPFlow(ServerFlow):
-    """Handles the events of a training step for ``SSP``.
+    """Futures the events of a training step for ``SSP``.
 
     Attributes:
         cache: x as one vector. Not used with a single worker.

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from offbeat import Strategy
-from offbeat.extend import Gradients, SharedModel, Table, show_bytes, show_seconds
+from offbeat.extend import GlobalModel, Gradients, Table, show_bytes, show_seconds
 from offbeat_lab.baselines import FedAvg, PowerSGD, SparseLoCo
 from offbeat_lab.methods.registry import parse_imported
 from offbeat_lab.report.rows import (
@@ -108,7 +108,7 @@ def _has_lssr(result: Result) -> bool:
     if not isinstance(method, Strategy):
         return True
     averages = method.averages()
-    if isinstance(averages, SharedModel):
+    if isinstance(averages, GlobalModel):
         return not averages.eager
     return isinstance(averages, Gradients) or isinstance(method, FedAvg | SparseLoCo | PowerSGD)
 

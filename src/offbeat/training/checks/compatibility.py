@@ -3,7 +3,7 @@
 They reject options that do not work together, and tensors that cannot be synchronized. Each error
 names a remedy. What a strategy supports depends on the result of its method ``averages()``:
 
-- ``SharedModel``: the workers average models, part by part. To *launch* a part is to start its
+- ``GlobalModel``: the workers average models, part by part. To *launch* a part is to start its
   averaging. The strategy is *blocking* if workers wait for each mean, and *eager* if a mean takes
   effect as soon as it arrives.
 - ``Gradients``: the workers average gradients.
@@ -22,7 +22,7 @@ from offbeat.averaging import NonFinite
 from offbeat.errors import AttachError
 from offbeat.nodes.shards import is_sharded
 from offbeat.quantization.wire import Precision, require_precision
-from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
+from offbeat.strategies.base import CustomFlow, GlobalModel, Gradients, Strategy
 
 _LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
 _DIVIDED = (
@@ -168,7 +168,7 @@ def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -
     overwrites the parameters, which is harmless if done twice.
     """
     averages = strategy.averages()
-    if not isinstance(averages, SharedModel) or averages.blocking:
+    if not isinstance(averages, GlobalModel) or averages.blocking:
         return
     seen: dict[tuple[int, torch.device], str] = {}
     for name, tensor in tensors.items():

@@ -10,7 +10,7 @@ from offbeat.averaging import AttachedOptimizer
 from offbeat.averaging.flat import make_flats
 from offbeat.averaging.replica import Replica
 from offbeat.errors import MismatchError
-from offbeat.strategies.base import SharedModel, Strategy
+from offbeat.strategies.base import GlobalModel, Strategy
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
@@ -36,7 +36,7 @@ def describe(
     if strategy is None:
         return lines
     lines.insert(0, f"strategy {strategy!r}")
-    if isinstance(strategy.averages(), SharedModel):
+    if isinstance(strategy.averages(), GlobalModel):
         lines += [
             f"parameter {name!r} with the strides {p.stride()} in memory, as channels_last has"
             for name, p in replica.parameters

@@ -1,6 +1,6 @@
 """Refuses ``load_state_dict`` on an attached model, outside a consensus.
 
-A strategy may store the shared model, and would undo values that are loaded into the local model.
+A strategy may store the global model, and would undo values that are loaded into the local model.
 """
 
 import contextlib

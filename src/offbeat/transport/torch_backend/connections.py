@@ -1,7 +1,8 @@
 """The process groups of a communicator: opening them, handling the first failure, closing them.
 
-A *twin* is a second communicator between the same workers, with separate process groups. A
-communicator and its twins share one ``Connections`` object, because a lost worker ends all of them.
+A *duplicate* is a second communicator between the same workers, with separate process groups. A
+communicator and its duplicates share one ``Connections`` object, because a lost worker ends all of
+them.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError, CommunicationTimeout
-from offbeat.transport.handle import SLICE_SECONDS, Operation, UnexplainedError
+from offbeat.transport.future import SLICE_SECONDS, Operation, UnexplainedError
 from offbeat.transport.host import ThreadHost
 from offbeat.transport.torch_backend import process_groups as groups
 from offbeat.transport.torch_backend.exit_reasons import ExitReasons
@@ -65,7 +66,7 @@ class Failure:
 
 
 class Connections:
-    """The process groups of a communicator and its twins, from opening to closing.
+    """The process groups of a communicator and its duplicates, from opening to closing.
 
     After the first failed operation, all later operations raise an equal error. It names the
     workers that are lost or do not answer.
@@ -239,7 +240,7 @@ class Connections:
     def _missing(self) -> tuple[list[int], list[int]]:
         """Return the lost ranks and the silent ranks (those that do not answer).
 
-        In elastic training no rank counts as silent: the next view excludes such workers.
+        In elastic training no rank counts as silent: the next generation excludes such workers.
         """
         return (self._lost(), []) if self._liveness is None else self._liveness.missing()
 
@@ -298,7 +299,7 @@ class Connections:
         for channel in self._channels:
             groups.destroy_nccl_group(channel.collectives)
             references = [channel.collectives, channel.messages]
-            # Otherwise handles that the caller still holds would keep the groups alive.
+            # Otherwise futures that the caller still holds would keep the groups alive.
             channel.collectives = channel.messages = None
             # Gloo frees a group with its last reference. It blocks until the time limit of an
             # operation that still runs.
@@ -341,7 +342,7 @@ class TorchOperation(Operation[Any]):
         self._ended = False
 
     def begin(self, work: dist.Work, result: Any) -> None:
-        """Set the backend's handle, and the object to which the backend writes the result."""
+        """Set the backend's future, and the object to which the backend writes the result."""
         self._work, self._result = work, result
         self._connections.pending.add(self)
 

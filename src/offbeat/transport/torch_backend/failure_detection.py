@@ -37,7 +37,7 @@ class LivenessCheck:
     def __init__(self, group: Group, seconds: float) -> None:
         self._seconds = seconds
         self._group: Group | None = group
-        self._sends: list[Any] = []  # gloo may drop a send whose handle is garbage-collected
+        self._sends: list[Any] = []  # gloo may drop a send whose future is garbage-collected
         self._threads: list[threading.Thread] = []
 
     def close(self) -> None:

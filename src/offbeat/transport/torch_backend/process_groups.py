@@ -197,7 +197,7 @@ class GroupFactory:
     def _require_members(self) -> None:
         """Raise OpeningError if a member has ended or given up."""
         if self._abandoned_key and self._store.check([self._abandoned_key]):
-            raise OpeningError("others have given up this view")
+            raise OpeningError("others have given up this generation")
         # A member that gave up because another one died may have ended, too. It wrote the key
         # before it ended. So if ``lost`` contains this member, the key exists now.
         lost = [] if self.lost is None else self.lost()

@@ -13,13 +13,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import AttachError, CommunicationError
-from offbeat.transport.board import Board
 from offbeat.transport.communicator import Communicator, Kind
-from offbeat.transport.handle import Operation, PromiseWait
+from offbeat.transport.future import Operation, PromiseWait
 from offbeat.transport.host import Promise, ThreadHost
+from offbeat.transport.key_value_store import KeyValueStore
 from offbeat.transport.torch_backend.connections import Connections, TorchOperation
 from offbeat.transport.torch_backend.process_groups import GroupFactory
-from offbeat.transport.torch_backend.store_board import StoreBoard
+from offbeat.transport.torch_backend.torch_store import TorchStore
 
 T = TypeVar("T")
 _LIVENESS_SECONDS = 3.0
@@ -99,7 +99,7 @@ class TorchCommunicator(Communicator):
     def _launch(
         self, kind: Kind, tensor: Tensor, peer: int, tag: int, gloo: bool
     ) -> tuple[dist.Work, Any]:
-        """Start the operation. Return the backend's handle and the object for its result."""
+        """Start the operation. Return the backend's future and the object for its result."""
         # The callers have no local variable for the group: errors would keep it alive.
         group = self._channel.messages if gloo else self._channel.collectives
         match kind:
@@ -140,9 +140,9 @@ class TorchCommunicator(Communicator):
         self._channel = self._connections.open_channel()
 
     @override
-    def board(self, name: str) -> Board:
+    def store(self, name: str) -> KeyValueStore:
         elastic = self.membership
-        return elastic.board(name) if elastic else StoreBoard(self._new_store())
+        return elastic.store(name) if elastic else TorchStore(self._new_store())
 
     @override
     def close(self, *, together: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Handles: the objects with which a worker waits for an operation that it has started.
+"""Futures: the objects with which a worker waits for an operation that it has started.
 
 Operations are sums over the workers, messages and the like; see ``transport/communicator.py``.
 """
@@ -19,7 +19,7 @@ SLICE_SECONDS = 0.1
 """Longest time for which the main thread blocks without handling signals such as Ctrl-C."""
 
 
-class Handle(ABC, Generic[T]):
+class Future(ABC, Generic[T]):
     """An operation that was started."""
 
     @abstractmethod
@@ -41,14 +41,14 @@ class Handle(ABC, Generic[T]):
             CommunicationTimeout: This or an earlier operation exceeded ``timeout_seconds``.
         """
 
-    def then(self, function: Callable[[T], U]) -> "Handle[U]":
-        """Return a handle with the result ``function(self.wait())``, computed on the first wait."""
+    def then(self, function: Callable[[T], U]) -> "Future[U]":
+        """Return a future with the result ``function(self.wait())``, computed on the first wait."""
         return _Then(self, function)
 
 
-class _Then(Handle[U]):
-    def __init__(self, handle: Handle[T], function: Callable[[T], U]) -> None:
-        self._source: tuple[Handle[T], Callable[[T], U]] | None = (handle, function)
+class _Then(Future[U]):
+    def __init__(self, future: Future[T], function: Callable[[T], U]) -> None:
+        self._source: tuple[Future[T], Callable[[T], U]] | None = (future, function)
         self._result: list[U] = []
 
     @override
@@ -58,13 +58,13 @@ class _Then(Handle[U]):
     @override
     def wait(self) -> U:
         if self._source is not None:
-            handle, function = self._source
-            self._result.append(function(handle.wait()))
-            self._source = None  # frees the tensors of the inner handle
+            future, function = self._source
+            self._result.append(function(future.wait()))
+            self._source = None  # frees the tensors of the inner future
         return self._result[0]
 
 
-class Operation(Handle[T]):
+class Operation(Future[T]):
     """An operation in progress. A subclass implements ``done`` and ``block``.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The board: a small key-value store that all workers share.
+"""A small key-value store that all workers share.
 
 Keys and values are texts. A key that was never written has the value "". All operations are atomic,
 and the operations of one worker take effect in their order.
@@ -10,10 +10,10 @@ from typing import Protocol
 from typing_extensions import override
 
 
-class Board(Protocol):
-    """Interface of a board. All methods but ``put`` wait for an answer, usually one round trip.
+class KeyValueStore(Protocol):
+    """Interface of a store. All methods but ``put`` wait for an answer, usually one round trip.
 
-    They raise a RuntimeError if the board does not answer.
+    They raise a RuntimeError if the store does not answer.
     """
 
     def add(self, key: str, amount: int) -> int:
@@ -33,8 +33,8 @@ class Board(Protocol):
         """Write a value. May return before the write has taken effect."""
 
 
-class LocalBoard(Board):
-    """A board in the memory of this process, for any number of threads."""
+class LocalStore(KeyValueStore):
+    """A store in the memory of this process, for any number of threads."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}

@@ -1,18 +1,18 @@
-"""A board on a key-value store of ``torch.distributed``."""
+"""A key-value store on a store of ``torch.distributed``."""
 
 import threading
 from typing import Any
 
 from typing_extensions import override
 
-from offbeat.transport.board import Board
+from offbeat.transport.key_value_store import KeyValueStore
 from offbeat.transport.torch_backend.threads import close_at_exit
 
 _CLOSE_SECONDS = 1.0  # longest wait for an operation in progress at exit
 
 
-class StoreBoard(Board):
-    """A board on ``store``, over a connection of its own.
+class TorchStore(KeyValueStore):
+    """A store on ``store``, over a connection of its own.
 
     Several threads may use it; their operations follow one another.
     """

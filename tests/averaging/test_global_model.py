@@ -1,4 +1,4 @@
-"""The shared model of all strategies: every update counts once, precision of P, buffers."""
+"""The global model of all strategies: every update counts once, precision of P, buffers."""
 
 import math
 

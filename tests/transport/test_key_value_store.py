@@ -1,4 +1,4 @@
-"""Boards: the same rules in memory, on torch's stores, and in virtual time."""
+"""Key-value stores: the same rules in memory, on torch's stores, and in virtual time."""
 
 import itertools
 import threading
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from offbeat import Compute, Network, simulate
 from offbeat.errors import OffbeatError
 from offbeat.simulate.communicator import SimulatedCommunicator
-from offbeat.transport.board import Board, LocalBoard
 from offbeat.transport.communicator import Communicator
+from offbeat.transport.key_value_store import KeyValueStore, LocalStore
 from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.torch_backend.store_board import StoreBoard
+from offbeat.transport.torch_backend.torch_store import TorchStore
 
 STORES: dict[str, Callable[[Path], Any]] = {
     "hash": lambda folder: dist.HashStore(),
@@ -28,13 +28,13 @@ STORES: dict[str, Callable[[Path], Any]] = {
 KINDS = ["local", *STORES]
 
 
-def opener(kind: str, folder: Path) -> Callable[[], Board]:
-    """Return a function that opens the same board again and again, as several workers do."""
+def opener(kind: str, folder: Path) -> Callable[[], KeyValueStore]:
+    """Return a function that opens the same store again and again, as several workers do."""
     if kind == "local":
-        board = LocalBoard()
-        return lambda: board
+        store = LocalStore()
+        return lambda: store
     store = STORES[kind](folder)
-    return lambda: StoreBoard(dist.PrefixStore("prefix", store))
+    return lambda: TorchStore(dist.PrefixStore("prefix", store))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,9 +64,9 @@ def test_operations_of_several_threads_are_atomic(kind: str, tmp_path: Path) -> 
     won: list[str] = []
 
     def work(name: str) -> None:
-        board = opened()
-        drawn.extend(board.add("n", 1) for _ in range(50))
-        won.append(board.compare_set("winner", "", name))
+        store = opened()
+        drawn.extend(store.add("n", 1) for _ in range(50))
+        won.append(store.compare_set("winner", "", name))
 
     threads = [threading.Thread(target=work, args=(str(i),)) for i in range(4)]
     for thread in threads:
@@ -78,21 +78,21 @@ def test_operations_of_several_threads_are_atomic(kind: str, tmp_path: Path) -> 
 
 
 def test_a_closed_board_refuses_operations() -> None:
-    board = StoreBoard(dist.HashStore())
-    board.close()
+    store = TorchStore(dist.HashStore())
+    store.close()
     with pytest.raises(RuntimeError, match="about to exit"):
-        board.get("a")
+        store.get("a")
 
 
 def test_boards_are_optional() -> None:
-    """A single process has one. A communicator without a board says so."""
+    """A single process has one. A communicator without a store says so."""
 
     class Bare(SingleCommunicator):
-        board = Communicator.board
+        store = Communicator.store
 
-    assert SingleCommunicator().board("b").add("n", 1) == 1
-    with pytest.raises(OffbeatError, match="a Bare has no board, so workers cannot lease data"):
-        Bare().board("b")
+    assert SingleCommunicator().store("b").add("n", 1) == 1
+    with pytest.raises(OffbeatError, match="a Bare has no store, so workers cannot lease data"):
+        Bare().store("b")
 
 
 def test_simulated_operations_take_a_round_trip() -> None:
@@ -100,13 +100,13 @@ def test_simulated_operations_take_a_round_trip() -> None:
 
     def work() -> tuple[list[float], list[str]]:
         communicator: SimulatedCommunicator = dist.group.WORLD.make_communicator(10)
-        board, host = communicator.board("b"), communicator.host
+        store, host = communicator.store("b"), communicator.host
         key, times = f"k{dist.get_rank()}", [host.now()]
         operations: list[Callable[[], object]] = [
-            lambda: board.put(key, "x"),
-            lambda: board.get(key),
-            lambda: board.add("n", 1),
-            lambda: board.compare_set("c", "", key),
+            lambda: store.put(key, "x"),
+            lambda: store.get(key),
+            lambda: store.add("n", 1),
+            lambda: store.compare_set("c", "", key),
         ]
         results = []
         for operation in operations:

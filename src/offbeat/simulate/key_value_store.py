@@ -1,4 +1,4 @@
-"""A board of simulated workers, whose operations take virtual time."""
+"""A key-value store of simulated workers, whose operations take virtual time."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -6,15 +6,15 @@ from typing import TypeVar
 from typing_extensions import override
 
 from offbeat.simulate.cluster import SimulatedCluster
-from offbeat.transport.board import Board, LocalBoard
+from offbeat.transport.key_value_store import KeyValueStore, LocalStore
 
 T = TypeVar("T")
 
 
-class SimulatedBoard(Board):
-    """One worker's access to a board that is kept on a machine of its own.
+class SimulatedStore(KeyValueStore):
+    """One worker's access to a store that is kept on a machine of its own.
 
-    A request takes the latency of the network to reach the board, and the answer takes as long
+    A request takes the latency of the network to reach the store, and the answer takes as long
     again. ``put`` has no answer. Bandwidths do not matter, because the messages are short.
 
     Args:
@@ -23,7 +23,7 @@ class SimulatedBoard(Board):
         values: The values, which all workers share.
     """
 
-    def __init__(self, cluster: SimulatedCluster, rank: int, values: LocalBoard) -> None:
+    def __init__(self, cluster: SimulatedCluster, rank: int, values: LocalStore) -> None:
         self._cluster, self._rank, self._values = cluster, rank, values
         self._latency_seconds = float(cluster.network.latency)
 
@@ -51,4 +51,4 @@ class SimulatedBoard(Board):
         return answer
 
     def _travel(self, key: str) -> None:
-        self._cluster.idle(self._rank, self._latency_seconds, f"the board for {key}")
+        self._cluster.idle(self._rank, self._latency_seconds, f"the store for {key}")

@@ -1,18 +1,19 @@
-"""View changes: one view ends, and its workers start the next one from a common state.
+"""Membership changes: one generation ends, and its workers start the next one from a common state.
 
-A *view* is one composition of the workers. When a worker is lost or joins, each worker does this:
+A *generation* is one composition of the workers. When a worker is lost or joins, each worker does
+this:
 
-1. It abandons all operations and agrees with the others on the next view
+1. It abandons all operations and agrees with the others on the next generation
    (``transport/membership.py``).
 2. It sends a report on its state to the others. All workers derive the same plan from the reports:
    one worker sends its model and optimizer state to the workers that lack them. Then the models of
    some workers are averaged, unless the strategy keeps all models equal.
 3. It starts a new *flow* (the code that drives the strategy in each step).
 
-After step 2 all workers have the same model, the *common model* of the view. A worker overwrites
-its model only after it has received the new model completely. So if another worker is lost in
-step 2, each worker has its old model, the model sent to it, or the common model. The reports of the
-next attempt tell which workers have the common model.
+After step 2 all workers have the same model, the *common model* of the generation. A worker
+overwrites its model only after it has received the new model completely. So if another worker is
+lost in step 2, each worker has its old model, the model sent to it, or the common model. The
+reports of the next attempt tell which workers have the common model.
 """
 
 import json
@@ -33,17 +34,17 @@ from offbeat.training.iteration import Iteration
 from offbeat.transport.membership import ModelLostError
 
 logger = logging.getLogger("offbeat")
-_ATTEMPTS = 3  # failures after which a worker does not try to begin another view
+_ATTEMPTS = 3  # failures after which a worker does not try to begin another generation
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What one worker tells the others about its state when a view begins.
+    """What one worker tells the others about its state when a generation begins.
 
     Attributes:
         fresh: True if the worker has just joined and does not have the model yet.
-        progress: Number of the last view whose common model the worker has received; number of
-            rounds since then that synchronized it, 0 if workers do not wait for means; 1 if its
+        progress: Number of the last generation whose common model the worker has received; number
+            of rounds since then that synchronized it, 0 if workers do not wait for means; 1 if its
             parameters, which are replicated, contain further steps. Workers with the largest
             progress have the newest model.
         contributes: True if the worker's model may differ from the last mean.
@@ -62,13 +63,13 @@ class _Report:
     carried: dict[str, Any]
 
 
-class Views:
-    """Carries out view changes of one worker: ``views(error)`` ends a view and begins the next one.
+class MembershipChanges:
+    """Ends a generation and begins the next one: ``changes(error)``.
 
     Args:
         iteration: The step loop of this worker, which contains the current flow.
         state: State of this worker, which workers receive when they join.
-        report_seconds: Function to call with the duration of each view change.
+        report_seconds: Function to call with the duration of each membership change.
         precision: ``wire`` argument of ``attach``.
         lines: Settings that must be equal on all workers, one per line of text.
         min_workers: Least number of workers with which training continues (≥ 1).
@@ -90,29 +91,34 @@ class Views:
         self._settings = "\n".join(versioned(lines))
         self._fresh = False  # True if this worker has joined and does not have the model yet
         # See _Report; values of the flow that has ended.
-        self._progress, self._contributes = [self._worker.team.view, 0, 0], False
-        self._behind: list[int] = []  # ranks that lack the model of the view
-        self._failures = 0  # attempts to begin a view that count; see _attempt
+        self._progress, self._contributes = [self._worker.team.generation, 0, 0], False
+        self._behind: list[int] = []  # ranks that lack the model of the generation
+        self._failures = 0  # attempts to begin a generation that count; see _attempt
         self._overtaken = False  # True if this worker received the model of a later step
-        self._last: CommunicationError | None = None  # reason for which there is no further view
+        self._last: CommunicationError | None = (
+            None  # reason for which there is no further generation
+        )
 
-    def require_current_view(self) -> None:
-        """Raise CommunicationError if a view change is requested, or if there is no next view."""
+    def require_current_generation(self) -> None:
+        """Raise CommunicationError if a membership change is requested or impossible."""
         if self._last is not None:
             raise self._last
         membership = self._worker.team.membership
         if membership is not None and membership.change_requested():
-            raise CommunicationError("a worker asks to join, or another one has left the view")
+            raise CommunicationError(
+                "a worker asks to join, or another one has left the generation"
+            )
 
     def __call__(self, error: CommunicationError) -> bool:
-        """End this view because of ``error``, and begin the next one. A collective. Blocks.
+        """End this generation because of ``error``, and begin the next one. A collective. Blocks.
 
         Returns:
             True if another worker has made more progress and has sent its model. The caller must
             then skip the current step.
 
         Raises:
-            CommunicationError: There is no next view for this worker, or too few workers are left.
+            CommunicationError: There is no next generation for this worker, or too few workers are
+                left.
         """
         if self._last is not None:
             raise self._last
@@ -132,21 +138,22 @@ class Views:
         self.record()
         self._report_seconds(seconds)
         details = worker.details
-        details["view_changes"] = details.get("view_changes", 0) + 1
-        details["view_seconds"] = details.get("view_seconds", 0.0) + seconds
+        details["membership_changes"] = details.get("membership_changes", 0) + 1
+        details["membership_seconds"] = details.get("membership_seconds", 0.0) + seconds
         return self._overtaken
 
     def record(self) -> None:
-        """Write the view's number and members to the totals and the next telemetry record."""
+        """Write the generation's number and members to the totals and the next telemetry record."""
         worker, team = self._worker, self._worker.team
-        worker.details.update(view=team.view, members=list(team.members))
-        worker.record.update(view=team.view, workers=team.size)
+        worker.details.update(generation=team.generation, members=list(team.members))
+        worker.record.update(generation=team.generation, workers=team.size)
 
     def join(self) -> None:
-        """Begin the view that has admitted this worker, which has just joined. A collective.
+        """Begin the generation that has admitted this worker, which has just joined. A collective.
 
         Raises:
-            CommunicationError: There is no view for this worker, or there are too few workers.
+            CommunicationError: There is no generation for this worker, or there are too few
+                workers.
             MismatchError: The settings of this worker differ from those of the others.
             ModelLostError: All workers that had the model are lost.
         """
@@ -156,21 +163,21 @@ class Views:
         self.record()
 
     def _change(self, error: CommunicationError) -> None:
-        """Leave the current view because of ``error``, and begin the next one that succeeds."""
+        """Leave the generation because of ``error``, and begin the next one that succeeds."""
         team = self._worker.team
         while True:
             membership = team.membership
             assert membership is not None
-            logger.info("rank %d leaves view %d: %s", team.rank, team.view, error)
+            logger.info("rank %d leaves generation %d: %s", team.rank, team.generation, error)
             team.close()
-            team.enter(membership.next_view(step=self._state.stats.steps))
+            team.enter(membership.next_generation(step=self._state.stats.steps))
             if team.size < self._min_workers:
                 self._give_up(
                     CommunicationError,
-                    f"{team.size} workers are left in view {team.view} (they began as ranks "
-                    f"{', '.join(map(str, team.members))}), and min_workers={self._min_workers}. "
-                    "The model is the local one: continue from it, or from a checkpoint, with more "
-                    "workers",
+                    f"{team.size} workers are left in generation {team.generation} (they began "
+                    f"as ranks {', '.join(map(str, team.members))}), and "
+                    f"min_workers={self._min_workers}. The model is the local one: continue from it, or "
+                    "from a checkpoint, with more workers",
                 )
             if (another := self._attempt()) is None:
                 self._failures = 0
@@ -178,7 +185,7 @@ class Views:
             error = another
 
     def _attempt(self) -> CommunicationError | None:
-        """Begin the view that the team has entered. Return the error if another one is needed.
+        """Begin the generation entered by the team. Return the error if another one is needed.
 
         A worker that cannot receive the model in time leaves: each attempt stops the others for as
         long. If no worker lacks the model, all raise after ``_ATTEMPTS`` time-outs.
@@ -195,20 +202,24 @@ class Views:
         slow = team.host.now() - began >= 0.9 * seconds
         self._failures += receives or (slow and not self._behind)
         if self._failures >= _ATTEMPTS or (slow and receives):
-            missed = "receive the model in view" if receives else "average the models in view"
+            missed = (
+                "receive the model in generation"
+                if receives
+                else "average the models in generation"
+            )
             self._give_up(
                 CommunicationTimeout,
-                f"could not {missed} {team.view} within timeout_seconds={seconds:g}: check "
+                f"could not {missed} {team.generation} within timeout_seconds={seconds:g}: check "
                 "the network, or raise it in attach(..., timeout_seconds=...) on all workers if "
                 f"that takes longer ({failed})",
             )
         return failed
 
     def begin(self) -> None:
-        """Begin the view that the team has entered: steps 2 and 3 of the module. A collective.
+        """Begin the generation entered by the team: steps 2 and 3 of the module. A collective.
 
-        After a CommunicationError another view change is needed. Raises OffbeatError if a worker
-        would contribute NaN or infinity to the mean, and the policy is "raise".
+        After a CommunicationError another membership change is needed. Raises OffbeatError if a
+        worker would contribute NaN or infinity to the mean, and the policy is "raise".
         """
         worker, team, iteration = self._worker, self._worker.team, self._iteration
         reports = self._exchange_reports()
@@ -230,10 +241,10 @@ class Views:
         self._copy(ahead[0], behind, source)
         if averaged:
             weight, total = float(team.rank in averaged), float(len(averaged))
-            what = f"mean of the models at the beginning of view {team.view}"
+            what = f"mean of the models at the beginning of generation {team.generation}"
             ExactMean(team, worker.replica).average(weight, total, what=what)
-        self._progress, self._contributes = [team.view, 0, 0], False
-        worker.open_view(Wire(team, self._precision))
+        self._progress, self._contributes = [team.generation, 0, 0], False
+        worker.open_generation(Wire(team, self._precision))
         worker.start_step = source.step
         flow = flow_of(old_flow.strategy, worker)
         flow.start()
@@ -241,9 +252,11 @@ class Views:
         if not self._fresh:
             load(flow.state, save(old_flow.state, "local"), "local")
         self._fresh = False  # only now: after an earlier failure this worker lacks the model
-        iteration.begin_view(flow)  # before the barrier: if it fails, this worker has the model
-        worker.barrier(f"the beginning of view {team.view}")
-        logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
+        iteration.begin_generation(
+            flow
+        )  # before the barrier: if it fails, this worker has the model
+        worker.barrier(f"the beginning of generation {team.generation}")
+        logger.info("rank %d of %d begins generation %d", team.rank, team.size, team.generation)
 
     def _give_up(self, kind: type[CommunicationError], reason: str) -> NoReturn:
         """Leave the training permanently, and raise the error."""
@@ -270,15 +283,15 @@ class Views:
             worker.step,
             {} if self._fresh else save(self._iteration.flow.state, "common"),
         )
-        communicator, what = worker.team.communicator, "reports at the beginning of a view"
+        communicator, what = worker.team.communicator, "reports at the beginning of a generation"
         payload = json.dumps(vars(report)).encode()
         reports = [
             _Report(**json.loads(text)) for text in communicator.gather_bytes(payload, what=what)
         ]
         if all(report.fresh for report in reports):
             raise ModelLostError(
-                "no worker is left that has the model: all workers of this view joined just now. "
-                "Restart training from a checkpoint"
+                "no worker is left that has the model: all workers of this generation joined just "
+                "now. Restart training from a checkpoint"
             )
         first = next(rank for rank, other in enumerate(reports) if not other.fresh)
         lines = [other.settings.split("\n") for other in reports]
