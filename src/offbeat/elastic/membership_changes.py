@@ -176,8 +176,8 @@ class MembershipChanges:
                     CommunicationError,
                     f"{team.size} workers are left in generation {team.generation} (they began "
                     f"as ranks {', '.join(map(str, team.members))}), and "
-                    f"min_workers={self._min_workers}. The model is the local one: continue from it, or "
-                    "from a checkpoint, with more workers",
+                    f"min_workers={self._min_workers}. The model is the local one: continue from "
+                    "it, or from a checkpoint, with more workers",
                 )
             if (another := self._attempt()) is None:
                 self._failures = 0
