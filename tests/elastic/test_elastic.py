@@ -37,7 +37,6 @@ STRATEGIES = [
     "streaming",
     "diloco:period=4,fragments=2,overlap=2",
     "selsync:target_lssr=0.5",
-    "selsync:delta=0,flags=deferred",
     "async:staleness=4,outer_momentum=0.5",
     "async:schedule=eager",
     "streaming:schedule=cyclic,staleness=8",
@@ -293,7 +292,6 @@ KEPT = [
     "diloco:period=3,outer_lr=1,outer_momentum=0",
     "local:period=1",
     "selsync:delta=0",
-    "selsync:delta=0,flags=deferred",
     "selsync:target_lssr=0.5",
     "selsync:delta=0.05,aggregate=gradients",
 ]

@@ -154,7 +154,7 @@ LOSSY = [
     ("streaming:schedule=cyclic,staleness=4,parts=24", "int8"),
     ("async:schedule=eager,staleness=3,outer_momentum=0.5", "int8"),
     ("diloco:period=4,fragments=3,overlap=1", "int8"),
-    ("selsync:target_lssr=0.5,flags=deferred", "int2"),
+    ("selsync:target_lssr=0.5", "int2"),
     ("selsync:delta=0.05,aggregate=gradients", "int8"),
     ("bsp", "int8"),
 ]

@@ -161,7 +161,6 @@ class SelSync(Reference):
         smoothing: float | None = None,
         window: int | None = None,
         aggregate: str = "parameters",
-        flags: str = "blocking",
         warmup_steps: int = 0,
         max_interval: int = 10**9,
         max_norm: float | None = None,
@@ -169,16 +168,14 @@ class SelSync(Reference):
         super().__init__(counts, kind)
         self.delta, self.window, self.max_norm = delta, window, max_norm
         self.a = min(1.0, self.size / 100) if smoothing is None else smoothing
-        self.of_gradients, self.deferred = aggregate == "gradients", flags == "deferred"
+        self.of_gradients = aggregate == "gradients"
         self.warmup_steps, self.max_interval = warmup_steps, max_interval
         self.triggers = [Trigger() for _ in counts]
-        self.since, self.flagged = 0, False
+        self.since = 0
 
     def decide(self, flagged: bool) -> bool:
-        late = int(self.deferred)
-        flagged, self.flagged = (self.flagged if late else flagged), flagged
-        forced = late < self.time <= self.warmup_steps + late
-        return flagged or forced or (self.since + 1 >= self.max_interval and self.time > late)
+        forced = self.time <= self.warmup_steps
+        return flagged or forced or self.since + 1 >= self.max_interval
 
     def advance(self) -> bool:
         stepping, flagged = self.stepping, False

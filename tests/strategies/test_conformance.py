@@ -166,7 +166,6 @@ IDENTITIES = [
     ("selsync:delta=0,aggregate=gradients", "bsp"),
     ("selsync:delta=inf,warmup_steps=1000", "bsp"),
     ("selsync:delta=inf,max_interval=5", "local:period=5"),
-    ("selsync:delta=inf,max_interval=5,flags=deferred", "local:period=5"),
     ("selsync:delta=inf,warmup_steps=6", "local:period=1000,warmup_steps=6"),
     ("diloco:period=1,outer_lr=1.0,outer_momentum=0.0", "bsp"),
     ("diloco:period=4,outer_lr=1.0,outer_momentum=0.0", "local:period=4"),

@@ -36,7 +36,6 @@ MADE = st.one_of(
         aggregate=st.sampled_from(["parameters", "gradients"]),
         smoothing=st.none() | unit | st.just(1),
         window=st.none() | whole,
-        flags=st.sampled_from(["blocking", "deferred"]),
     ),
     st.builds(SelSync, target_lssr=unit, optimizer_state=st.sampled_from(["local", "average"])),
     st.builds(
@@ -135,7 +134,7 @@ WRONG_VALUES = {
     "local:8": "in 'local:8': '8' is not of the form setting=value",
     "local:period=": "'period=' is not of the form setting=value",
     "local:period=4,period=4": "period is given twice",
-    "selsync:flags=none": 'flags must be "blocking" or "deferred", got None',
+    "selsync:optimizer_state=none": 'optimizer_state must be "local" or "average", got None',
     "fedavg": "give either period or rounds_per_epoch",
     "local:period=4,warmup_steps=-1": "warmup_steps must be at least 0",
     "local:period=4,optimizer_state=mean": "optimizer_state must be \"local\" … got 'mean'",

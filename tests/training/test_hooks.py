@@ -136,7 +136,7 @@ def test_an_overflow_on_one_rank_keeps_iterations_aligned(unscale: bool) -> None
 DETACHED = [
     offbeat.BSP(),
     offbeat.LocalSGD(period=2),
-    offbeat.SelSync(delta=0.05, flags="deferred"),
+    offbeat.SelSync(delta=0.05),
     offbeat.AsyncAveraging(staleness=4, schedule="eager"),
 ]
 

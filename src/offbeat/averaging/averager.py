@@ -50,11 +50,10 @@ from offbeat.quantization.message import (
     QuantizedMessage,
     Section,
 )
-from offbeat.strategies.base import GlobalModel, Strategy, SummedVotes, WorkerView, transient
-from offbeat.transport.future import Completed, Future
+from offbeat.strategies.base import GlobalModel, Strategy, SummedVotes, WorkerView
 
 _SMOOTHED_PASSES = 5
-"""‖u‖² and ‖D‖² are votes over the landings. A summand decays to 1/e in so many passes."""
+"""‖u‖² and ‖D‖² are summed over the landings. A summand decays to 1/e in so many passes."""
 
 
 @dataclass
@@ -74,11 +73,8 @@ class AveragerState:
         next_part: Index of the part that is launched next.
         checked_step: Local step of the last check for non-finite values.
         staleness: Histogram: for each staleness, the number of local steps that ended with it.
-        flight_seconds: Seconds from launch to arrival, votes over all landings.
+        flight_seconds: Seconds from launch to arrival, summed over all landings.
         sizer: Chooses the parts in a message. Only used with self-clocked launches.
-        delayed_row: ``delayed`` as plain numbers. Empty if it is None.
-        delayed: Sum of the votes of the previous round, if the strategy decides a round with the
-            votes of the previous one.
     """
 
     shared: list[Tensor]
@@ -94,8 +90,6 @@ class AveragerState:
     checked_step: int = 0
     staleness: dict[int, int] = field(default_factory=dict)
     flight_seconds: float = 0.0
-    delayed_row: list[float] = field(default_factory=list)
-    delayed: Future[Vote] | None = transient(default=None)
 
 
 class Averager(Flow):
@@ -421,16 +415,12 @@ class Averager(Flow):
     @override
     def before_save(self) -> None:
         self.settle()
-        state = self.state
-        state.synced_steps = [part.synced_step for part in self.parts]
-        state.delayed_row = [] if state.delayed is None else state.delayed.wait().row()
+        self.state.synced_steps = [part.synced_step for part in self.parts]
 
     @override
     def after_load(self) -> None:
-        state = self.state
-        for part, step in zip(self.parts, state.synced_steps, strict=True):
+        for part, step in zip(self.parts, self.state.synced_steps, strict=True):
             part.synced_step = step
-        state.delayed = Completed(Vote.of(state.delayed_row)) if state.delayed_row else None
         self.report()
 
 
@@ -518,25 +508,18 @@ class RoundAverager(Averager):
     @override
     def decide(self, round: Round) -> bool:
         """Launch the parts that the strategy chooses. If workers wait for the mean, also land."""
-        state = self.state
-        sums = round.sums
-        if self.strategy.vote_delay:
-            previous, state.delayed = state.delayed, sums
-            if previous is None:
-                return False
-            sums = previous
         view = self.view_of(stepping=bool(round.own.stepping))
-        number = self.strategy.decide(view, summed_votes(sums))
+        number = self.strategy.decide(view, summed_votes(round.sums))
         if not number:
             return False
-        landings = state.landings
+        landings = self.state.landings
         for part in self.next_parts(number):
             while part.flight is not None:  # the older ones first, as on all workers
                 self.land(self._flying[0])
             self._launch(part, round)
         while self.shared.blocking and self._flying:
             self.land(self._flying[0])
-        return state.landings > landings
+        return self.state.landings > landings
 
     def _launch(self, part: Part, round: Round) -> None:
         flight = self.begin(

@@ -17,7 +17,7 @@ from offbeat.averaging.gradients import GradientMean
 from offbeat.averaging.votes import Round, Vote, summed_votes
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.strategies.base import Gradients, Strategy, WorkerView, transient
-from offbeat.transport.future import Completed, Future
+from offbeat.transport.future import Completed
 
 
 @dataclass
@@ -28,9 +28,6 @@ class GradientFlowState:
         views: Data that the strategy may read, one ``WorkerView`` for each optimizer.
         errors: Quantization errors of all ``means``.
         means: One ``GradientMean`` for each optimizer, which averages its gradients.
-        delayed: Sum of the votes of each optimizer's previous round, by the optimizer's index.
-            Empty unless the strategy decides a round with the summed votes of the previous one.
-        delayed_rows: ``delayed`` as plain numbers, for a checkpoint.
         newest: True if this worker has the newest model: it took a step in the last round, or has
             received the newest model since. Only used if every step averages.
         launch_steps: Local step of the newest mean of each optimizer, at first ``start_step``.
@@ -40,8 +37,6 @@ class GradientFlowState:
     views: list[WorkerView]
     errors: list[Tensor]
     means: list[GradientMean] = transient()
-    delayed: dict[int, Future[Vote]] = transient(default_factory=dict)
-    delayed_rows: dict[int, list[float]] = field(default_factory=dict)
     newest: bool = False
     launch_steps: list[int] = field(default_factory=list)
     start_step: int = 0
@@ -161,20 +156,15 @@ class GradientFlow(Flow):
     @override
     def decide(self, round: Round) -> bool:
         """Average the gradients if the strategy decides so, unless ``vote`` has averaged them."""
-        state, stepping, sums = self.state, bool(round.own.stepping), round.sums
+        state, stepping = self.state, bool(round.own.stepping)
         index = int(round.own.optimizer if stepping else round.wait().optimizer)
         if self.replicates:
             round.wait()
             state.newest = stepping
             state.views[index].launches += 1
             return True
-        if self.strategy.vote_delay:
-            previous, state.delayed[index] = state.delayed.get(index), sums
-            if previous is None:
-                return False
-            sums = previous
         view = self._view(index, stepping=stepping)
-        if not self.strategy.decide(view, summed_votes(sums)):
+        if not self.strategy.decide(view, summed_votes(round.sums)):
             return False
         if len(state.means) > 1:
             round.wait()  # raises if another worker steps another optimizer
@@ -199,7 +189,7 @@ class GradientFlow(Flow):
             self.worker.exact_mean.average(last.own.weight, weight, what=what)
             self.state.newest = True
 
-    # -- consensus and checkpoints ---------------------------------------------------------------
+    # -- consensus -------------------------------------------------------------------------------
 
     @override
     def consensus(self, last: Round, *, final: bool) -> None:
@@ -211,13 +201,3 @@ class GradientFlow(Flow):
             worker.exact_mean.average_buffers(1.0, worker.size, what=what)
         else:
             worker.exact_mean.consensus(last.own.weight, weight, final=final, what=what)
-
-    @override
-    def before_save(self) -> None:
-        state = self.state
-        state.delayed_rows = {index: sums.wait().row() for index, sums in state.delayed.items()}
-
-    @override
-    def after_load(self) -> None:
-        rows = self.state.delayed_rows.items()
-        self.state.delayed = {index: Completed(Vote.of(row)) for index, row in rows}

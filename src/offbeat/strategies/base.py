@@ -196,16 +196,6 @@ class Strategy(ABC):
         """Default of the ``wire`` argument of ``attach``."""
         return "float32"
 
-    @property
-    def vote_delay(self) -> int:
-        """Number of rounds by which ``decide`` lags behind the votes, 0 or 1.
-
-        With 1, ``decide`` receives the summed votes of the previous round, which have usually
-        arrived already. In the first round ``decide`` is not called. Not used with
-        ``lands="arrived"``, whose summed votes are always those of the previous message.
-        """
-        return 0
-
     def __post_init__(self) -> None:
         check_settings(self)
 

@@ -74,11 +74,8 @@ class SelSync(Strategy):
         window: Number (≥ 1) of latest squared norms s whose weighted mean is m. The paper uses 25.
             None: m contains all s so far, by the recursion above.
         max_interval: Largest number of steps from one synchronization to the next (≥ 1). With 1
-            every step synchronizes (with deferred flags, from the second step). None: no limit.
+            every step synchronizes. None: no limit.
         warmup_steps: Number of steps at the start that all synchronize (≥ 0).
-        flags: "blocking": the workers wait for the flags of the current step. "deferred": the
-            workers use the flags of the previous step, which have usually arrived already. The
-            first step then never synchronizes, and the warm-up begins with the second step.
         optimizer_state: "average" also averages the optimizers' state at each mean of the
             parameters; it requires ``aggregate="parameters"``. "local" leaves the state different
             on each worker.
@@ -92,8 +89,8 @@ class SelSync(Strategy):
     parameters the last mean. *State*: m, the norms in the window, δ, counters, and what a quantized
     wire adds.
 
-    *Differs from the paper*: the paper has no ``target_lssr``, ``max_interval``, ``warmup_steps``
-    or deferred flags. Where the paper and its published code differ, this class (1) averages the
+    *Differs from the paper*: the paper has no ``target_lssr``, ``max_interval`` or
+    ``warmup_steps``. Where the paper and its published code differ, this class (1) averages the
     parameters after the local step, (2) squares and smooths each norm once, and (3) measures Δ
     before clipping.
 
@@ -109,7 +106,6 @@ class SelSync(Strategy):
     window: int | None = setting(None, least=1)
     max_interval: int | None = setting(None, least=1)
     warmup_steps: int = setting(0, least=0)
-    flags: Literal["blocking", "deferred"] = "blocking"
     optimizer_state: Literal["local", "average"] = "local"
 
     def __post_init__(self) -> None:
@@ -135,11 +131,6 @@ class SelSync(Strategy):
         """
         return cls(delta=delta, window=_PAPER_WINDOW)
 
-    @property
-    @override
-    def vote_delay(self) -> int:
-        return int(self.flags == "deferred")
-
     @override
     def averages(self) -> GlobalModel | Gradients:
         if self.aggregate == "gradients":
@@ -150,8 +141,7 @@ class SelSync(Strategy):
     def state(self, worker: WorkerView) -> SelSyncState:
         target = self.target_lssr
         controller = None if target is None else ThresholdController(target)
-        # Deferred flags are not decided in the first round.
-        return SelSyncState(RelativeChange(self.window), controller, since_sync=self.vote_delay)
+        return SelSyncState(RelativeChange(self.window), controller)
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
