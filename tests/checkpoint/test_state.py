@@ -22,7 +22,6 @@ ROWS = [
     ("async:staleness=4,outer_momentum=0.5", "float32"),
     ("streaming:parts=3,schedule=cyclic,staleness=4", "int8"),
     ("bsp", "int8"),
-    ("selsync:delta=0.02,aggregate=gradients", "float32"),
     ("diloco:period=3,fragments=2,overlap=1", "bfloat16"),
 ]
 every_row = pytest.mark.parametrize(

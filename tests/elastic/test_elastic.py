@@ -33,7 +33,7 @@ from worlds import require_complete
 STRATEGIES = [
     "bsp",
     "local:period=3",
-    "selsync:delta=0.05,aggregate=gradients",
+    "selsync:delta=0.05",
     "streaming",
     "diloco:period=4,fragments=2,overlap=2",
     "selsync:target_lssr=0.5",
@@ -293,7 +293,6 @@ KEPT = [
     "local:period=1",
     "selsync:delta=0",
     "selsync:target_lssr=0.5",
-    "selsync:delta=0.05,aggregate=gradients",
 ]
 
 

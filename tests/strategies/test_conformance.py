@@ -163,7 +163,6 @@ IDENTITIES = [
     ("local:period=1", "bsp"),
     ("local:period=9,warmup_steps=1000", "bsp"),
     ("selsync:delta=0", "bsp"),
-    ("selsync:delta=0,aggregate=gradients", "bsp"),
     ("selsync:delta=inf,warmup_steps=1000", "bsp"),
     ("selsync:delta=inf,max_interval=5", "local:period=5"),
     ("selsync:delta=inf,warmup_steps=6", "local:period=1000,warmup_steps=6"),

@@ -33,7 +33,6 @@ MADE = st.one_of(
     st.builds(
         SelSync,
         delta=positive | st.sampled_from([0, 0.0, 1, math.inf]),
-        aggregate=st.sampled_from(["parameters", "gradients"]),
         smoothing=st.none() | unit | st.just(1),
         window=st.none() | whole,
     ),
@@ -142,9 +141,6 @@ WRONG_VALUES = {
     "selsync:smoothing=0": "smoothing must be in (0, 1], got 0",
     "selsync:target_lssr=1.0": "target_lssr must be between 0 and 1, got 1.0",
     "selsync:target_lssr=0.5,delta=0.2": "delta or target_lssr, not both",
-    "selsync:aggregate=gradients,optimizer_state=average": (
-        'optimizer_state="average" requires aggregate="parameters"'
-    ),
     "async:staleness=1": "staleness must be even and at least 2 … got 1",
     "async:staleness=0,schedule=eager": "staleness must be at least 1",
     "diloco:outer_lr=0": "outer_lr must be positive and finite, got 0",

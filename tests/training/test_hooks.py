@@ -67,7 +67,6 @@ SCALED = [
     offbeat.BSP(),
     offbeat.LocalSGD(period=2),
     offbeat.SelSync(delta=0.0),
-    offbeat.SelSync(delta=0.0, aggregate="gradients"),
 ]
 
 OVERFLOWS = {(1, 2), (1, 3), (0, 5)}  # (rank, step); BSP skips these on all ranks

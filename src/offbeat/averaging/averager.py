@@ -99,7 +99,6 @@ class Averager(Flow):
     """
 
     state: AveragerState
-    uses_gradients = False
     vote_length = 0
     """Number of numbers in a vote that is sent with a message."""
     stores_shared = False
@@ -109,6 +108,7 @@ class Averager(Flow):
         super().__init__(strategy, worker)
         self.shared = shared
         self.waits = shared.blocking and shared.outer.plain and worker.wire.exact
+        self.measures = shared.gradient_norm
         self._calls_after_step = type(strategy).after_step is not Strategy.after_step
         self._squared: dict[int, float] = {}  # ‖g‖² of this step, by index of the optimizer
         self._flying: list[Flight] = []  # the oldest first
@@ -205,7 +205,7 @@ class Averager(Flow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        if last and self.strategy.gradient_norm:
+        if last and self.measures:
             self._sum_squares()
         return False
 
@@ -449,7 +449,7 @@ class RoundAverager(Averager):
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         if last:
-            if self.strategy.gradient_norm:
+            if self.measures:
                 self._sum_squares()
             self._wanted = float(self.strategy.due(self.view_of(stepping=True)))
             if self._wanted > 0:
@@ -499,7 +499,7 @@ class RoundAverager(Averager):
         unchecked, state.checked_step = worker.step - state.checked_step > 1, worker.step
         if not stepping:
             return worker.finite_model()
-        if self.strategy.gradient_norm:
+        if self.measures:
             finite = worker.scaled or math.isfinite(state.view.gradient_norm_squared)
         else:
             finite = worker.finite_gradients(worker.optimizers)

@@ -151,9 +151,8 @@ class WorkerView:
             ``decide`` and ``outer_step``).
         since_launch: Number of local steps since this worker's newest launch, at first since the
             view began.
-        gradient_norm_squared: ‖g‖² of the current step before clipping. With several optimizers:
-            over all of them for a ``GlobalModel``, over one for ``Gradients``. Requires
-            ``Strategy.gradient_norm``.
+        gradient_norm_squared: ‖g‖² of the current step before clipping, over all optimizers.
+            Requires ``GlobalModel.gradient_norm``.
         squares: Exponentially weighted sums of ‖u‖² over the landed updates u of this worker, and
             of ‖D‖² over the landed means D. The weight decays to 1/e while each part lands five
             times. Requires ``error_feedback``.
@@ -186,10 +185,6 @@ class Strategy(ABC):
 
     name: ClassVar[str] = ""
     """Name in the text form, such as "local" in ``local:period=8``. Empty for a custom strategy."""
-
-    gradient_norm: ClassVar[bool] = False
-    """True if the strategy reads ``WorkerView.gradient_norm_squared``. The flow then measures it in
-    every step."""
 
     @property
     def default_wire(self) -> Precision:
@@ -244,8 +239,7 @@ class Strategy(ABC):
         """Return the number of parts that all workers launch in this round.
 
         The parts take turns: with 4 parts and the result 3, the first round launches parts 0, 1 and
-        2, and the next round parts 3, 0 and 1. With ``Gradients`` any number but 0 averages all
-        gradients. Never called with ``Gradients(every_step=True)``.
+        2, and the next round parts 3, 0 and 1.
 
         With ``lands="arrived"`` it is called once for each message, before its launch. The result
         is the number of parts in the message, at least 1, and ``sums`` contains the votes that
