@@ -63,7 +63,7 @@ class GradientSelSyncFlow(Flow):
     @override
     def decide(self, round: Round) -> bool:
         sums, stepping = round.wait(), bool(round.own.stepping)
-        votes = SummedVotes(lambda: (int(sums.stepping), sums.wanted, sums.numbers))
+        votes = SummedVotes(lambda: (int(sums.stepping), sums.numbers))
         if not self.strategy.decide(self.state.view, votes):
             return False
         self._mean.reduce([], contribute=stepping)

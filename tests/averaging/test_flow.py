@@ -195,8 +195,8 @@ class Reluctant(Strategy):
     def averages(self) -> GlobalModel:
         return GlobalModel(lands="arrived", bound=3)
 
-    def due(self, worker: WorkerView) -> float:
-        return 0.0
+    def due(self, worker: WorkerView) -> bool:
+        return False
 
 
 def run_ahead(rank: int, size: int) -> tuple[dict[int, int], int]:

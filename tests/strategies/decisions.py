@@ -6,10 +6,8 @@ from typing import Any
 from offbeat.strategies.base import Strategy, SummedVotes, WorkerView
 
 
-def summed_votes(
-    stepping: int = 1, wanted: float = 0.0, votes: tuple[float, ...] = ()
-) -> SummedVotes:
-    return SummedVotes(lambda: (stepping, wanted, votes))
+def summed_votes(stepping: int = 1, votes: tuple[float, ...] = ()) -> SummedVotes:
+    return SummedVotes(lambda: (stepping, votes))
 
 
 def _unread() -> Any:
@@ -59,7 +57,7 @@ class Workers:
             return None
         votes = [strategy.vote(view) for view in self.views]
         sums = tuple(map(sum, zip(*votes, strict=True)))
-        votes_of_all = summed_votes(len(due), sum(due), sums)
+        votes_of_all = summed_votes(len(due), sums)
         launches = [strategy.decide(view, votes_of_all) for view in self.views]
         assert len({*launches}) == 1, "all workers decide alike"
         for view in self.views if launches[0] else []:

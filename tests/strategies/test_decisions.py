@@ -272,7 +272,7 @@ def test_the_outer_momentum_never_grows_by_itself() -> None:
     for (stepping, steps), age in zip(
         ((3, 240.0), (2, 100.0), (2, 110.0)), (80, 0, 5), strict=True
     ):
-        fade, ahead = strategy.outer_step(view, 0, summed_votes(stepping, 3.0, (steps, 0.0, 0.0)))
+        fade, ahead = strategy.outer_step(view, 0, summed_votes(stepping, (steps, 0.0, 0.0)))
         assert fade == pytest.approx(math.exp(-age / 50))
         assert ahead == pytest.approx(2 * (1 - fade))
 
@@ -280,9 +280,9 @@ def test_the_outer_momentum_never_grows_by_itself() -> None:
 def test_a_message_of_a_barrier_does_not_shorten_the_memory_of_the_momentum() -> None:
     """No worker steps then, so the votes say nothing about the steps since the last launch."""
     strategy, view = streaming(size=3, outer_gain=3.0)
-    strategy.outer_step(view, 0, summed_votes(3, 3.0, (240.0, 0.0, 0.0)))
-    assert strategy.outer_step(view, 0, summed_votes(0, 0.0, (0.0, 0.0, 0.0))) == (1.0, 0.0)
-    fade, _ = strategy.outer_step(view, 0, summed_votes(3, 3.0, (246.0, 0.0, 0.0)))
+    strategy.outer_step(view, 0, summed_votes(3, (240.0, 0.0, 0.0)))
+    assert strategy.outer_step(view, 0, summed_votes(0, (0.0, 0.0, 0.0))) == (1.0, 0.0)
+    fade, _ = strategy.outer_step(view, 0, summed_votes(3, (246.0, 0.0, 0.0)))
     assert fade == pytest.approx(math.exp(-2 / 50))
 
 

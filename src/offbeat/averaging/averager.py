@@ -438,12 +438,11 @@ class RoundAverager(Averager):
           decide                          decide
           launch and land                 launch
 
-    If ``due`` returns 0, the worker does not vote, and there is nothing to decide.
+    If ``due`` returns False, the worker does not vote, and there is nothing to decide.
     """
 
     def __init__(self, strategy: Strategy, worker: Worker, shared: GlobalModel) -> None:
         super().__init__(strategy, worker, shared)
-        self._wanted = 0.0  # last return value of ``Strategy.due``
         self._report_non_finite = False  # True if a launch has found values that the vote lacked
 
     @override
@@ -451,8 +450,7 @@ class RoundAverager(Averager):
         if last:
             if self.measures:
                 self._sum_squares()
-            self._wanted = float(self.strategy.due(self.view_of(stepping=True)))
-            if self._wanted > 0:
+            if self.strategy.due(self.view_of(stepping=True)):
                 self._pending = self.vote(0, stepping=True)
         return False
 
@@ -478,7 +476,6 @@ class RoundAverager(Averager):
         vote = Vote(
             weight=self.weight(stepping=stepping),
             stepping=stepping,
-            wanted=self._wanted if stepping else 0.0,
             finite=finite,
             numbers=self.strategy.vote(self.view_of(stepping=stepping)),
         )

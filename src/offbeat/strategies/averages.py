@@ -65,7 +65,7 @@ class GlobalModel:
         bound: Largest staleness in local steps, with "arrived". The staleness of a worker is the
             number of its local steps since the launch of the newest landed part. At the bound the
             worker waits until a newer part has landed. If no message is in flight, it launches one,
-            even if ``due`` returns 0.
+            even if ``due`` returns False.
         patience: With "arrived", the largest share of the training time (≥ 0) for which a worker
             waits at the end of steps for messages that are about to arrive. 0: it waits only at the
             bound.
