@@ -71,11 +71,10 @@ def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: 
 
 @pytest.mark.parametrize("clip", some(WAYS, 0, 1))
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
-def test_the_mean_is_clipped(clip: Callable[..., None], scaled: bool, text: str) -> None:
+def test_the_mean_is_clipped(clip: Callable[..., None], scaled: bool) -> None:
     """As under DDP, which averages before the clip."""
     expected = bsp_reference(2, "momentum", STEPS, MAX_NORM)[-1]
-    for model in run(trained, clip, text, scaled, workers=2):
+    for model in run(trained, clip, "bsp", scaled, workers=2):
         close(model, expected)
 
 
@@ -98,8 +97,8 @@ def test_without_a_mean_of_gradients_each_worker_clips_local_gradients(
         close(model, reference.flat()[0])
 
 
-def skipping(rank: int, size: int, text: str) -> Any:
-    model, optimizer, sync = start(rank, text)
+def skipping(rank: int, size: int) -> Any:
+    model, optimizer, sync = start(rank, "bsp")
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, make_batch(rank, step)).backward()
@@ -111,8 +110,7 @@ def skipping(rank: int, size: int, text: str) -> Any:
     return flat(model), counted
 
 
-@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
-def test_a_loop_may_skip_a_step(text: str) -> None:
+def test_a_loop_may_skip_a_step() -> None:
     """It does not count, and the next gradients are averaged, too."""
     model = make_model(0)
     optimizer = sgd(model)
@@ -123,7 +121,7 @@ def test_a_loop_may_skip_a_step(text: str) -> None:
         clip_by_torch(model.parameters(), MAX_NORM)
         if step % 3 != 1:
             optimizer.step()
-    for result, counted in run(skipping, text, workers=2):
+    for result, counted in run(skipping, workers=2):
         close(result, flat(model))
         assert counted == 4
 
@@ -194,15 +192,11 @@ def accumulating(rank: int, size: int, text: str) -> Any:
     return errors
 
 
-@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0", "selsync:delta=0,aggregate=gradients"])
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0"])
 def test_errors_of_backward_and_no_sync(text: str) -> None:
     """Errors at the end of backward reach its caller with their type."""
     for second, inside, last in run(accumulating, text, workers=2):
-        if "gradients" in text:
-            assert second[0][0] == "AttachError"
-            assert "but the last into `with sync.no_sync():`" in second[1]
-        else:
-            assert second[0] == []
+        assert second[0] == []
         assert inside[0][0] == "AttachError"
         assert "optimizer.step() inside no_sync()" in inside[1]
         assert ("OffbeatError" in last[0]) == (text != "selsync:delta=0")

@@ -29,8 +29,8 @@ class Never(offbeat.Strategy):
     def averages(self) -> GlobalModel:
         return GlobalModel()
 
-    def due(self, worker: WorkerView) -> float:
-        return 0.0
+    def due(self, worker: WorkerView) -> bool:
+        return False
 
 
 def calls_of(function: Callable[[], object]) -> Counter[str]:

@@ -100,8 +100,6 @@ WARMED: list[Strategy] = [
     offbeat.AsyncAveraging(staleness=4),
     offbeat.LocalSGD(period=2),
     offbeat.SelSync(delta=0.05),
-    offbeat.SelSync(delta=0.05, flags="deferred"),
-    offbeat.SelSync(delta=0.05, aggregate="gradients"),
     offbeat.AsyncAveraging(staleness=4, schedule="eager"),
     offbeat.AsyncAveraging(staleness=2, outer_lr=0.7, outer_momentum=0.9),
 ]

@@ -144,11 +144,10 @@ def require_usable(model: nn.Module) -> None:
 def require_synchronous_layers(model: nn.Module, strategy: Strategy, *, nodes: bool) -> None:
     """Raise AttachError if ``model`` has a SyncBatchNorm whose workers do not step together.
 
-    Its forward pass is a collective. The workers step together if ``strategy`` averages gradients
-    in every step. With ``nodes`` (``node_group``) those of a node do, too.
+    Its forward pass is a collective. The workers step together if ``strategy`` averages
+    gradients. With ``nodes`` (``node_group``) those of a node do, too.
     """
-    averages = strategy.averages()
-    if isinstance(averages, Gradients) and averages.every_step:
+    if isinstance(strategy.averages(), Gradients):
         return
     for name, module in model.named_modules():
         inside = nodes and getattr(module, "process_group", None) is not None
