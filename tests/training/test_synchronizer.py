@@ -273,6 +273,29 @@ def test_bsp_shows_the_newest_model_although_weights_were_clipped() -> None:
     assert torch.equal(first, second)
 
 
+def projected(rank: int, size: int, text: str) -> tuple[float, float]:
+    """Return how far the mean exceeds the bound of the local models, inside and at the end."""
+    model, optimizer, sync = start(0, text)
+    bound = 0.5
+    for step in range(40 + (3 * rank if text == "bsp" else 0)):
+        train_step(model, optimizer, make_batch(rank, step))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-bound, bound)
+    with sync.consensus():
+        inside = flat(model).abs().max().item() - bound
+    sync.finish()
+    return inside, flat(model).abs().max().item() - bound
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=3", "selsync", "streaming"])
+def test_a_convex_constraint_holds_under_strategies_that_wait_for_the_mean(text: str) -> None:
+    """Under streaming averaging messages land after the last projection."""
+    for excess in run(projected, text, workers=3):
+        for each in excess:
+            assert (each > 1e-3) if text == "streaming" else (each < 1e-12)
+
+
 def edited_at_the_end(rank: int, size: int, text: str) -> Tensor:
     """All rates are 0, so only the edits change the models. Workers end one by one."""
     model = make_model(seed=rank)
