@@ -16,11 +16,7 @@ from offbeat.averaging import gradients, worker
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
 from offbeat.averaging.gradients import gradient_buckets
-from problems import (
-    flat,
-    make_wide,
-    wide_loss,
-)
+from problems import flat, make_wide, wide_loss
 from worlds import run
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -144,7 +140,7 @@ def test_accumulation_equals_one_batch(
 
 
 class Wide(nn.Module):
-    """Eight tensors of three dtypes, one larger than a bucket, one that is never used."""
+    """Eight tensors of three dtypes. One is transposed and larger than a bucket, one is unused."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -153,7 +149,7 @@ class Wide(nn.Module):
         def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
             return nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
 
-        self.large = parameter(40, 10)  # 1600 bytes
+        self.large = nn.Parameter(parameter(10, 40).detach().t())  # 1600 bytes
         self.a = parameter(10)
         self.low = parameter(30, dtype=torch.bfloat16)
         self.unused = parameter(9)
@@ -200,7 +196,7 @@ def train_wide(rank: int, size: int, passes: list[int], discard: bool) -> list[l
     ("passes", "discard"), [([1, 1, 1, 1], False), ([1, 3, 2, 1], False), ([2, 2, 1, 2], True)]
 )
 def test_every_bucket_is_reduced(passes: list[int], discard: bool, buckets_of: Any) -> None:
-    """≥ 3 buckets, a tensor over the bucket size, mixed dtypes, early buckets."""
+    """Also with several dtypes, with strides, and with buckets that are sent early."""
     buckets_of(256)
     results = run(train_wide, passes, discard, workers=3)
     model = Wide(seed=0)
@@ -222,7 +218,7 @@ def test_every_bucket_is_reduced(passes: list[int], discard: bool, buckets_of: A
                     continue
                 wide = torch.float64 if p.dtype == torch.float64 else torch.float32
                 want = (sum(g.to(wide) for g in parts) / 3).to(p.dtype)  # type: ignore[union-attr]
-                assert got.dtype == p.dtype
+                assert (got.dtype, got.stride()) == (p.dtype, p.stride())
                 rtol = 8e-3 if p.dtype == torch.bfloat16 else 2e-5
                 torch.testing.assert_close(got, want, rtol=rtol, atol=2e-5)
                 assert torch.equal(got, results[0][step][i]), "all workers have the same bits"
