@@ -1,14 +1,12 @@
-"""Downpour against a step-by-step reference, and against the optimizers it contains."""
+"""Downpour against a step-by-step reference."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad
 
 import offbeat
 from loops import close, error_of, sgd
@@ -18,7 +16,6 @@ from problems import assign, flat, gradients, loss_of, make_batch, make_model, t
 from worlds import run
 
 STEP = 0.01
-DECAYED = partial(SGD, lr=0.05, weight_decay=0.1)
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -31,50 +28,12 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
             {"params": [*model[0].parameters(), *model[3].parameters()], "lr": 0.1},
         ],
         lr=1.0,
+        weight_decay=0.1,
     )
 
 
-def alone(
-    rank: int, size: int, strategy: Downpour, make: Make, other: Make, steps: int
-) -> list[tuple[Tensor, Tensor]]:
-    model, plain = make_model(seed=5), make_model(seed=5)
-    optimizer, reference = make(model), other(plain)
-    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
-    trace = []
-    for step in range(steps):
-        train_step(model, optimizer, make_batch(0, step))
-        train_step(plain, reference, make_batch(0, step))
-        trace.append((flat(model), flat(plain)))
-    sync.finish()
-    return [*trace, (flat(model), flat(plain))]
-
-
-# -- one worker -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("server", "worker", "reference"),
-    [
-        # Gradient g + λx is computed at the x before the step.
-        ({}, DECAYED, DECAYED),
-        ({}, partial(DECAYED, maximize=True), partial(DECAYED, maximize=True)),
-        # One worker that fetches in every step trains like torch's optimizer with server_lr.
-        ({"server_lr": 0.13}, partial(SGD, lr=0.05), partial(SGD, lr=0.13)),
-        (
-            {"server_lr": 0.1, "server_optimizer": "adagrad"},
-            DECAYED,
-            partial(Adagrad, lr=0.1, weight_decay=0.1),
-        ),
-    ],
-    ids=str,
-)
-def test_one_worker_trains_like_an_optimizer_of_torch(
-    server: dict[str, Any], worker: Any, reference: Any
-) -> None:
-    makes = [lambda model, make=make: make(model.parameters()) for make in (worker, reference)]
-    (trace,) = run(alone, Downpour(**server), *makes, 12, workers=1)
-    for got, want in trace:
-        close(got, want)
+def uphill(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, weight_decay=0.1, maximize=True)
 
 
 # -- several workers ------------------------------------------------------------------------------
@@ -141,6 +100,9 @@ def play(
     for rank in order:
         model, step = models[rank], len(trace[rank])
         gradient = torch.cat([g.reshape(-1) for g in gradients(model, make_batch(rank, step))])
+        settings = optimizers[rank].defaults
+        gradient = -gradient if settings["maximize"] else gradient
+        gradient = gradient + settings["weight_decay"] * flat(model)  # before the step
         scale = rates(rank) / size if strategy.server_lr is None else 1.0
         sums[rank] = sums[rank] + scale * gradient
         unpushed[rank] += 1
@@ -170,7 +132,7 @@ STRATEGIES = [
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("make", [sgd, grouped], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [sgd, grouped, uphill], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_two_workers_step_by_step(strategy: Downpour, make: Make) -> None:
     """Compares every model after every step, the server's final model, and the staleness."""
