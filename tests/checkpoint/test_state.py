@@ -22,16 +22,8 @@ ROWS = [
     ("async:staleness=4,outer_momentum=0.5", "float32"),
     ("streaming:parts=3,schedule=cyclic,staleness=4", "int8"),
     ("bsp", "int8"),
-    ("selsync:delta=0.02,aggregate=gradients", "float32"),
-    ("diloco:period=3,fragments=2,overlap=1", "bfloat16"),
 ]
-every_row = pytest.mark.parametrize(
-    ("text", "wire"),
-    [
-        pytest.param(*row, id=row[0], marks=[pytest.mark.nightly] * (i > 3))
-        for i, row in enumerate(ROWS)
-    ],
-)
+every_row = pytest.mark.parametrize(("text", "wire"), ROWS)
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, step: int) -> Tensor:

@@ -128,24 +128,6 @@ print([open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc
     assert "gloo" not in out.splitlines()[-1]
 
 
-@pytest.mark.nightly
-def test_a_run_joins_torchrun() -> None:
-    """Under torchrun each process is one worker; rank 0 alone prints."""
-    code, out, err = ended(
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "offbeat.cli", "compare", "digits", "-s", "selsync:delta=0.3"),
-        *("--epochs", "0.2", "--evaluations", "5"),
-    )
-    assert code == 0, err
-    assert "Traceback" not in err
-    lines = out.splitlines()
-    told = "selsync:delta=0.3  step "
-    steps = [int(line.split()[2].rstrip(",")) for line in lines if line.startswith(told)]
-    assert steps == list(range(1, 6))
-    assert sum("LSSR" in line for line in lines) == 1
-    assert re.search(r"2 workers \(real processes\), torchrun, gloo", one_line(out))
-
-
 def test_a_run_is_told_while_it_trains(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines with loss, waiting, sent data and time left."""
     for name in ("_LINE_SECONDS", "_LEAST_SECONDS"):
