@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from frameworks.real import SAMPLES, STEPS, need, run, same, state
+from frameworks.real import STEPS, need, run, same, state
 from loops import attach, error_of
-from problems import make_batch, make_model, make_wide
+from problems import loss_of, make_batch, make_model, make_wide, wide_loss
 
 pytestmark = pytest.mark.filterwarnings("default")
 Make = Callable[[nn.Module], Any]
@@ -26,9 +25,8 @@ def train(rank: int, make: Make, text: str | None, *, looks: bool = False) -> An
     sync = None if text is None else attach(model, optimizer, text)
     for step in range(STEPS):
         optimizer.train()
-        x, y = make_batch(rank, step, SAMPLES)
         optimizer.zero_grad()
-        F.mse_loss(called(x), y).backward()
+        loss_of(called, make_batch(rank, step)).backward()
         optimizer.step()
         optimizer.eval()
         if looks and sync is not None:
@@ -96,9 +94,7 @@ def few_bits(rank: int, make: Make, text: str | None, **options: Any) -> Any:
     sync = None if text is None else attach(model, optimizer, text, **options)
     for step in range(STEPS):
         optimizer.zero_grad()
-        F.mse_loss(
-            called(make_batch(rank, step, 8, torch.float32)[0]), torch.zeros(8, 1)
-        ).backward()
+        wide_loss(called, rank, step).backward()
         optimizer.step()
     if sync is not None:
         assert sync.step == STEPS
@@ -158,10 +154,10 @@ def sharp(rank: int, size: int) -> Any:
         optimizer = sam(model)
         sync = attach(model, optimizer.base_optimizer if halves else optimizer, text)
         for step in range(STEPS):
-            x, y = make_batch(rank, step, SAMPLES)
+            batch = make_batch(rank, step)
 
-            def closure(x: Any = x, y: Any = y, model: Any = model) -> Any:
-                loss = F.mse_loss(model(x), y)
+            def closure(batch: Any = batch, model: Any = model) -> Any:
+                loss = loss_of(model, batch)
                 loss.backward()
                 return loss
 
@@ -180,9 +176,9 @@ def sharp(rank: int, size: int) -> Any:
     model = make_model(rank)
     optimizer = sam(model)
     sync = attach(model, optimizer, offbeat.BSP())
-    F.mse_loss(model(x), y).backward()
+    loss_of(model, batch).backward()
     optimizer.first_step(zero_grad=True)
-    F.mse_loss(model(x), y).backward()
+    loss_of(model, batch).backward()
     error = error_of(lambda: optimizer.second_step(zero_grad=True))
     sync.detach()
     return found, error

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from frameworks.real import SAMPLES, STEPS, ddp, same, state
 from loops import attach
-from problems import make_batch, make_model
+from problems import loss_of, make_batch, make_model
 from workers import run
 
 Step = Callable[[Tensor, Tensor], object]
@@ -152,8 +152,7 @@ def in_backward(rank: int, size: int) -> Any:
             p.register_post_accumulate_grad_hook(step)
         sync = attach(model, list(each.values()), text)
         for number in range(STEPS):
-            x, y = make_batch(rank, number, SAMPLES)
-            F.mse_loss(model(x), y).backward()
+            loss_of(model, make_batch(rank, number)).backward()
         assert sync.step == sync.stats.syncs == STEPS
         found.append(state(model))
         sync.finish()

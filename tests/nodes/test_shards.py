@@ -5,7 +5,6 @@ differ in size and some are empty.
 """
 
 import importlib
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -207,39 +206,6 @@ def test_all_workers_end_equal_and_nodes_decide_alike(make: Callable[[int], nn.M
             assert torch.equal(of_rank[i][0], shown), (row, "consensus")
             assert torch.equal(of_rank[i][1], end), (row, "end")
             assert of_rank[i][2:] == results[rank ^ 1][i][2:], (row, "decisions of a node")
-
-
-# -- non-finite values -----------------------------------------------------------------------------
-
-NON_FINITE = ["bsp", "streaming:schedule=cyclic,staleness=4,parts=1"]
-
-
-def spoiled(rank: int, size: int) -> list[str]:
-    """Train with NaN in one row of a gradient of the first node. One worker holds that row."""
-    errors = []
-    for text in NON_FINITE:
-        model = divided(make_model(rank // 2), layers=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        sync = attach(model, optimizer, text, node_group="auto")
-
-        def loop(model: Any = model, optimizer: Any = optimizer) -> None:
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                loss_of(model, make_batch(rank, step)).backward()
-                if (rank, step) == (0, 4):
-                    model[0].weight.grad.to_local()[0] = math.nan
-                optimizer.step()
-
-        errors.append(error_of(loop)[1])
-        sync.detach()
-        dist.barrier()
-    return errors
-
-
-def test_a_node_is_named_if_one_of_its_shards_is_not_finite() -> None:
-    for errors in run(spoiled, workers=4, workers_per_node=2):
-        for error in errors:
-            assert error.startswith("rank 0 would contribute NaN or infinity to the mean at step")
 
 
 # -- other features of attach ------------------------------------------------------------------
