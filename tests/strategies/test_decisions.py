@@ -14,12 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat import (
-    DiLoCo,
-    SelSync,
-    StreamingAveraging,
-    parse_strategy,
-)
+from offbeat import DiLoCo, SelSync, StreamingAveraging, parse_strategy
 from offbeat.strategies.base import GlobalModel, Outer, Strategy, WorkerView
 from offbeat.strategies.trigger import RelativeChange, ThresholdController
 from strategies.decisions import UNREAD, Workers, summed_votes

@@ -1,7 +1,5 @@
 """What the training loop does to gradients after backward, where they are averaged."""
 
-import gc
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -22,9 +20,8 @@ from problems import (
     loss_of,
     make_batch,
     make_model,
-    train_step,
 )
-from worlds import run, simulated
+from worlds import run
 
 MAX_NORM = 0.3  # every gradient of these problems is longer
 STEPS = 6
@@ -126,27 +123,6 @@ def test_a_loop_may_skip_a_step() -> None:
         assert counted == 4
 
 
-def by_value(rank: int, size: int) -> Tensor:
-    model = make_model(rank)
-    optimizer = sgd(model)
-    with attach(model, optimizer, "bsp"):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, make_batch(rank, step)).backward()
-            nn.utils.clip_grad_value_(model.parameters(), 0.05)
-            optimizer.step()
-    return flat(model)
-
-
-def test_clipping_by_value_clips_the_mean() -> None:
-    def clip(model: nn.Module) -> None:
-        nn.utils.clip_grad_value_(model.parameters(), 0.05)
-
-    expected = bsp_reference(2, "sgd", STEPS, change=clip)[-1]
-    for result in run(by_value, workers=2):
-        close(result, expected)
-
-
 def replaced(rank: int, size: int) -> Tensor:
     """Replace the gradients after backward, as optimizers for differential privacy do."""
     model = make_model(rank)
@@ -200,18 +176,3 @@ def test_errors_of_backward_and_no_sync(text: str) -> None:
         assert inside[0][0] == "AttachError"
         assert "optimizer.step() inside no_sync()" in inside[1]
         assert ("OffbeatError" in last[0]) == (text != "selsync:delta=0")
-
-
-def test_a_dropped_model_is_freed() -> None:
-    """Without ``detach``. Only its hooks know the strategy."""
-
-    def train() -> Any:
-        model = make_model()
-        optimizer = sgd(model)
-        attach(model, optimizer, "bsp")
-        train_step(model, optimizer, make_batch(0, 0))
-        return weakref.ref(model)
-
-    dropped = simulated(lambda rank, size: train(), workers=1)[0]
-    gc.collect()
-    assert dropped() is None

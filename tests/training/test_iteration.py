@@ -11,13 +11,7 @@ from torch.optim import Optimizer
 import offbeat
 from loops import attach, close
 from offbeat.strategies.base import Strategy
-from problems import (
-    assign,
-    flat,
-    make_batch,
-    make_model,
-    train_step,
-)
+from problems import assign, flat, make_batch
 from worlds import run
 
 

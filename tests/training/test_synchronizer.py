@@ -12,14 +12,7 @@ from torch import Tensor, nn
 import offbeat
 from loops import Quick, attach, close, error_of, sgd, start
 from offbeat.simulate import DeadlockError
-from problems import (
-    PARAMETERS,
-    flat,
-    loss_of,
-    make_batch,
-    make_model,
-    train_step,
-)
+from problems import PARAMETERS, flat, loss_of, make_batch, make_model, train_step
 from worlds import real, run, simulated
 
 
@@ -30,6 +23,7 @@ def interrupted(rank: int, size: int) -> None:
         train_step(model, optimizer, make_batch(rank, 0))
         own = flat(model)
         with contextlib.suppress(KeyError), sync.consensus():
+            model.load_state_dict(make_model(seed=9).state_dict())
             with torch.no_grad():
                 model[0].weight.zero_()
             raise KeyError
@@ -38,7 +32,7 @@ def interrupted(rank: int, size: int) -> None:
 
 
 def test_changes_inside_a_consensus_are_undone_after_an_exception() -> None:
-    """Training then continues."""
+    """Also if a model is loaded there. Training then continues."""
     run(interrupted, workers=2)
 
 
