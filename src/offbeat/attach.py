@@ -31,7 +31,7 @@ from offbeat.training.checks.compatibility import (
 )
 from offbeat.training.ddp import DDPSuppressor, unwrapped
 from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
-from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
+from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.transport.communicator import Transport
 from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
@@ -186,8 +186,6 @@ def attach(
     require_usable(local_model)
     require_synchronous_layers(model, strategy, nodes=node_group is not None)
     require_distinct_memory(dict(local_model.named_parameters()), strategy)
-    if isinstance(averages, GlobalModel) and averages.optimizer_state:
-        require_own_state(optimizers)
     attached_optimizers = _attached(model, optimizers)
     if shards is not None:
         attached_optimizers = [

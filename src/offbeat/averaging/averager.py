@@ -305,8 +305,6 @@ class Averager(Flow):
             flight.buffers.wait()
         if flight.arrived_seconds is None:
             flight.arrived_seconds = worker.team.host.now()
-        if self.shared.optimizer_state and self.sends_buffers(flight) and flight.total():
-            worker.optimizer_state.average(flight.weight, flight.total())
         if take and flight.total() > 0:
             # Without local steps since the launch x ← P, with the same bits on all workers.
             unmoved = self.shared.blocking or worker.model_version <= flight.step
