@@ -59,9 +59,8 @@ class GlobalModel:
               that is earlier. Workers wait if the mean has not arrived then.
             - "arrived": at the first step boundary after the mean has arrived. A worker has one
               *message* in flight, which contains one or several parts. It launches the next
-              message at the end of the step in which the previous one has landed. At a step
-              boundary it works for at most 3 % of a step on launching and landing, but on one piece
-              (0.5 MB) at least. A large message therefore takes several step boundaries.
+              message at the end of the step in which the previous one has landed. A large message
+              takes several step boundaries.
         bound: Largest staleness in local steps, with "arrived". The staleness of a worker is the
             number of its local steps since the launch of the newest landed part. At the bound the
             worker waits until a newer part has landed. If no message is in flight, it launches one,
