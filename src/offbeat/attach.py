@@ -91,8 +91,8 @@ def attach(
               many steps.
             - ``fully_shard`` may divide the model over a device mesh of the node's workers.
         scaler: The GradScaler in use. None: no scaler. A step that it skips counts as an iteration.
-        wire: Precision at which parameters and gradients are sent: "float32", "bfloat16", "int8",
-            "int4" or "int2". None: the strategy's ``default_wire``, which is "int2" for
+        wire: Precision at which parameters and gradients are sent: "float32", "int8", "int4"
+            or "int2". None: the strategy's ``default_wire``, which is "int2" for
             ``StreamingAveraging`` with its default schedule, and "float32" for the other strategies
             of Offbeat. The quantization error of a message is added to the next message (error
             feedback). Storing the errors takes one or two copies of the model, and none with

@@ -213,7 +213,7 @@ def percent(share: float) -> str:
 BUCKET_BYTES = 8 * 2**20  # ``averaging/flat.py``
 FIRST_BUCKET_BYTES = 2**20  # ``averaging/gradients.py``
 BLOCK = 512  # numbers that are quantized together
-BLOCK_BYTES = {"bfloat16": 1024, "int8": 516, "int4": 260, "int2": 108}  # of one encoded block
+BLOCK_BYTES = {"int8": 516, "int4": 260, "int2": 108}  # of one encoded block
 _SINGLE_STAGE_WORKERS = 2  # ``quantization/message.py``
 _FORWARD_SHARE = 1 / 3  # ``training/backward_hooks.py``
 _VOTE_NUMBERS = 8  # without the numbers of a strategy

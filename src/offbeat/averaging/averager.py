@@ -256,8 +256,7 @@ class Averager(Flow):
         self.report()
         for space in self.spaces:
             space.x.refresh()
-        check = worker.size > 1 and self.precision in (None, "bfloat16")
-        flight.work = flight.pack(check=check, mark=not self.averages.blocking)
+        flight.work = flight.pack(check=exact and worker.size > 1, mark=not self.averages.blocking)
         for part in parts:
             part.flight = flight
         self._flying.append(flight)
