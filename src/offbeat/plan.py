@@ -377,7 +377,7 @@ def plan(
     recommendation.
 
     *Not modelled*: the final metric; stragglers, which ``offbeat compare --simulate`` shows; the
-    arithmetic of sums and codecs; buffers; means of optimizers' states; other traffic on the
+    arithmetic of sums and codecs; buffers; other traffic on the
     network; and eager schedules with a staleness of 1. All steps take equally long, and backward
     takes twice as long as forward.
 

@@ -66,7 +66,7 @@ class AveragerState:
         errors: Quantization errors of the sums, like ``shared``; see ``Stream``.
         view: The data about this worker that the strategy may read.
         landings: Number of landings in this generation.
-        launch_step: Local step of the newest launch, at first of the begin of the generation.
+        launch_step: Local step of the newest launch, at first that at which the generation began.
         fresh_step: Local step of the launch of the newest landed part, at first like
             ``launch_step``.
         synced_steps: ``Part.synced_step`` of each part.
@@ -139,19 +139,13 @@ class Averager(Flow):
         If a node has several copies of the model, each process averages a share of each part. It
         stores P and v of its own share, and knows the slices of all.
         """
-        worker, averages, team, wire = (
-            self.worker,
-            self.averages,
-            self.worker.team,
-            self.worker.wire,
-        )
-        several = worker.size > 1
+        worker, averages = self.worker, self.averages
+        team, wire, several = worker.team, worker.wire, worker.size > 1
         # An exact mean of whole models needs no P.
         # A single worker takes outer steps, too, unless they lengthen the mean of several workers.
         steps = not averages.outer.plain and (several or not averages.error_feedback)
-        self._stores = (
-            self.stores_shared or steps or (several and (not wire.exact or averages.eager))
-        )
+        inexact = several and (not wire.exact or averages.eager)
+        self._stores = self.stores_shared or steps or inexact
         velocity = steps and averages.outer.momentum > 0
         place = team.node.inside.rank if team.node is not None and team.copies > 1 else 0
         spaces = [
