@@ -34,7 +34,7 @@ def drift(rank: int, size: int, text: str, wire: str) -> Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8", "int2", *nightly(["bfloat16", "int4"])])
+@pytest.mark.parametrize("wire", ["float32", "int8", "int2", *nightly(["int4"])])
 @pytest.mark.parametrize(
     "text",
     [
@@ -55,7 +55,7 @@ def test_every_update_counts_once(text: str, wire: str) -> None:
     steps = sum(gradient(r, s) for r in range(WORKERS) for s in range(STEPS)) / WORKERS
     error = model - (flat(make_wide(0)) - LR * steps)
     # A step of the quantization of an update, in units of its largest value.
-    share = {"float32": 1e-6, "bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7, "int2": 1}[wire]
+    share = {"float32": 1e-6, "int8": 1 / 127, "int4": 1 / 7, "int2": 1}[wire]
     assert float(error.square().mean().sqrt()) <= 2.5 * share * LR
 
 

@@ -64,7 +64,7 @@ def test_a_strategy_may_have_its_own_options(tmp_path: Path) -> None:
     """They change only its runs, and the results contain them."""
     runner = Recorded()
     results = lab.compare(
-        Job("digits", "bsp", 2, wire="bfloat16"),
+        Job("digits", "bsp", 2, wire="int4"),
         ("bsp", "local:period=8 --wire int8 --lr-scale 2", "local:period=8 --sampler=defdp"),
         runner=runner,
         output=tmp_path,
@@ -73,14 +73,14 @@ def test_a_strategy_may_have_its_own_options(tmp_path: Path) -> None:
     )
     told = [(job.strategy, job.wire, job.lr_scale, job.sampler) for job in runner.jobs]
     assert told == [
-        ("bsp", "bfloat16", 1.0, "seldp"),
+        ("bsp", "int4", 1.0, "seldp"),
         ("local:period=8", "int8", 2.0, "seldp"),
-        ("local:period=8", "bfloat16", 1.0, "defdp"),
+        ("local:period=8", "int4", 1.0, "defdp"),
     ]
     assert [one.label for one in results] == [
-        "bsp --wire bfloat16",
+        "bsp --wire int4",
         "local:period=8 --lr-scale 2 --wire int8",
-        "local:period=8 --sampler defdp --wire bfloat16",
+        "local:period=8 --sampler defdp --wire int4",
     ]
     assert read_results(tmp_path / "results.jsonl") == results
 

@@ -37,7 +37,6 @@ def test_the_default_wire(text: str, wire: str) -> None:
     [
         (lambda: GlobalModel(parts=0), "parts must be at least 1, got 0"),
         (lambda: GlobalModel(lands=-1), 'lands must be at least 0, or "arrived"; got -1'),
-        (lambda: GlobalModel(lands=2, optimizer_state=True), "optimizer_state requires lands=0"),
         (
             lambda: GlobalModel(error_feedback=True, outer=Outer(0.7)),
             r"error_feedback requires an outer learning rate of 1.*got lr=0\.7",

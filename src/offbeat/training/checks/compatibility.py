@@ -85,16 +85,10 @@ def require_abilities(
             "min_workers with node_group: a node cannot continue without one of its workers; leave "
             f"one of them out{_RUN}"
         )
-    if isinstance(averages, Gradients):
-        if elastic and optimizers > 1:
-            raise AttachError(
-                f"min_workers with {strategy} and several optimizers, whose gradients are averaged "
-                f"one after the other: use one optimizer, or leave it out{_RUN}"
-            )
-    elif sharded and averages.optimizer_state:
+    if isinstance(averages, Gradients) and elastic and optimizers > 1:
         raise AttachError(
-            f"{strategy} with a model that fully_shard has divided: the optimizers' state cannot "
-            'be averaged there; use optimizer_state="local"'
+            f"min_workers with {strategy} and several optimizers, whose gradients are averaged "
+            f"one after the other: use one optimizer, or leave it out{_RUN}"
         )
 
 
