@@ -49,10 +49,8 @@ def train(
     for step in range(steps[rank]):
         train_step(model, optimizer, make_batch(rank, step))
         trace.append(flat(model))
-    shard = sync._iteration.flow.server.shard
     sync.finish()
-    served = None if shard is None else (shard.pushes, dict(shard.staleness))
-    return {"trace": trace, "end": flat(model), "served": served, "stats": sync.stats}
+    return {"trace": trace, "end": flat(model), "stats": sync.stats}
 
 
 def play(

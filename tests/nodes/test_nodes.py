@@ -12,9 +12,6 @@ import offbeat
 from loops import Faulty, attach, close, error_of, everything, sgd, trained
 from offbeat.nodes.detection import layout, open_nodes
 from offbeat.strategies.registry import STRATEGIES
-from offbeat.transport.communicator import Communicator
-from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.team import Node
 from problems import bsp_reference, flat, loss_of, make_batch, make_model
 from workers import run
 from worlds import simulated
@@ -328,27 +325,17 @@ def test_nodes_are_ordered_by_their_lowest_rank() -> None:
     assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
 
 
-class Halves(SingleCommunicator):
-    """One of two workers, for a test that sends nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size = 2
-
-    def make_communicator(self, timeout_seconds: float) -> Any:
-        pytest.fail("it has nodes")
-
-    def make_nodes(self, timeout_seconds: float) -> tuple[Communicator, Node]:
-        return SingleCommunicator(), Node(self, Halves())
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_nodes_of_a_transport_may_be_sharded(sharded: bool) -> None:
     """The communicator connects this process with its counterparts."""
-    communicator, node = open_nodes(Halves(), "auto", 1.0, sharded=sharded)
-    assert node is not None
-    assert node.sharded == sharded
-    assert communicator.size == 1
+
+    def work(rank: int, size: int) -> Any:
+        communicator, node = open_nodes(dist.group.WORLD, "auto", 60.0, sharded=sharded)
+        assert node is not None
+        return node.sharded, communicator.rank, communicator.size
+
+    found = simulated(work, workers=4, workers_per_node=2)
+    assert found == [(sharded, rank // 2, 2) for rank in range(4)]
 
 
 def test_a_transport_without_nodes_is_refused() -> None:
