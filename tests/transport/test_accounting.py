@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 import offbeat
 from offbeat.transport.communicator import Communicator
@@ -67,19 +66,6 @@ def test_one_of_several_senders_counts_its_share() -> None:
     assert communicator.account.payload_bytes == 28 // 4
     communicator.exchange(torch.zeros(7), what="test").wait()
     assert communicator.account.payload_bytes == 28 // 4 + 28
-
-
-def test_closing_reaches_the_communicator() -> None:
-    closed: list[bool] = []
-
-    class Closing(SingleCommunicator):
-        @override
-        def close(self, *, together: bool = False) -> None:
-            closed.append(together)
-
-    for together in (False, True):
-        Team(Closing()).close(together=together)
-    assert closed == [False, True]
 
 
 @worlds_without_processes
