@@ -125,26 +125,3 @@ def test_waiting_for_a_promise_counts_in_virtual_time() -> None:
         assert payload == 0
     assert {span.kind for span in result.timeline} == {"wait", "transfer"}
     assert sum(span.kind == "wait" for span in result.timeline) == 2
-
-
-def test_sleeping_background_threads_add_no_waiting_time() -> None:
-    """The simulator checks that computing and waiting fill the worker's time."""
-
-    def work() -> float:
-        team = Team(dist.group.WORLD.make_communicator(20.0))
-        never = team.communicator.await_promise(team.host.promise(), what="nothing")
-
-        def activity() -> None:
-            team.host.sleep(0.01, "a nap")
-            for _ in range(500):
-                never.done()
-
-        team.host.spawn(activity, what="a test activity")
-        team.host.computed(1)
-        return team.host.now()
-
-    compute = offbeat.Compute("1s")
-    result = offbeat.simulate(work, workers=2, compute=compute)
-    assert result.results == pytest.approx([1.0, 1.0])
-    assert {span.kind for span in result.timeline} == {"compute"}
-    assert result.idle == 0
