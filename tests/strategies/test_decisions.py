@@ -14,22 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat import DiLoCo, SelSync, StreamingAveraging, parse_strategy
+from offbeat import DiLoCo, SelSync, StreamingAveraging
 from offbeat.strategies.base import GlobalModel, Outer, Strategy, WorkerView
 from offbeat.strategies.trigger import RelativeChange, ThresholdController
 from strategies.decisions import UNREAD, Workers, summed_votes
-
-
-@pytest.mark.parametrize(
-    ("text", "wire"),
-    [
-        ("local:period=8", "float32"),
-        ("streaming", "int2"),
-        ("streaming:schedule=cyclic", "float32"),
-    ],
-)
-def test_the_default_wire(text: str, wire: str) -> None:
-    assert parse_strategy(text).default_wire == wire
 
 
 @pytest.mark.parametrize(
