@@ -736,6 +736,28 @@ def test_a_state_saved_after_a_loss_is_one_of_fewer_workers() -> None:
     assert run(load, workers=3) == [8] * 3
 
 
+def share_badly() -> Any:
+    """Share a state that can be saved before the first step only."""
+    model = make_model(dist.get_rank())
+    try:
+        optimizer, sync = attach(model, "local:period=2", timeout_seconds=5)
+    except CheckpointError as error:
+        return str(error)
+    sync.share_state(lambda: 1 / (sync.step == 0), lambda state: None)
+    while sync.step < 40:
+        train_step(model, optimizer, make_batch(0, sync.step))
+    sync.finish()
+    return sync.step
+
+
+def test_an_error_in_saving_a_shared_state_ends_the_worker_that_joins_alone() -> None:
+    *old, refused = simulate(
+        share_badly, workers=2, compute=Compute("10ms"), faults=[Join(at=0.15)]
+    ).results
+    assert old == [40, 40]
+    assert "save failed on a worker that trains (ZeroDivisionError" in refused
+
+
 def meet_often() -> Any:
     """Enter a consensus every ten steps, as docs/failures.md shows it for saving."""
     model = make_model(dist.get_rank())

@@ -94,6 +94,12 @@ def nested() -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
@@ -112,6 +118,8 @@ def nested() -> torch.Tensor:
         (nested(), "buffer 'odd' .* nested.*to_padded_tensor"),
         (torch.ones(3).to(torch.float8_e5m2), "buffer 'odd' .*8 bits.*bfloat16"),
         (nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn)), "parameter 'odd' .*8 bits"),
+        (torch.ones(3).to(torch.uint16), "buffer 'odd' .*cannot send torch.uint16.*int64"),
+        (quantized(), "buffer 'odd' .*cannot send torch.qint8.*float32"),
     ],
 )
 def test_tensors_that_cannot_be_written_are_refused(tensor: torch.Tensor, why: str) -> None:

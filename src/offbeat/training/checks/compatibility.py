@@ -202,6 +202,8 @@ def _unusable(tensor: Tensor) -> str | None:
             f"numbers of 8 bits ({tensor.dtype}) cannot be averaged; keep it in bfloat16, and cast "
             "it in forward"
         )
+    if tensor.is_quantized or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return f"workers cannot send {tensor.dtype}; convert it to int64 or float32"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}; replace it by its to_dense()"
     if _shares_memory_with_itself(tensor):
