@@ -97,15 +97,3 @@ def require_own_state(optimizers: Iterable[Optimizer]) -> None:
                 f'optimizer_state="average": the state of this {type(optimizer).__name__} may be '
                 "that of the optimizer inside it; leave it out"
             )
-
-
-def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that are attributes of ``optimizer`` and share parameters with it."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [
-        value
-        for value in vars(optimizer).values()
-        if isinstance(value, Optimizer)
-        and _step_hooks(value) is not None
-        and any(id(p) in own for group in value.param_groups for p in group["params"])
-    ]
