@@ -57,7 +57,8 @@ class ExactMean:
 
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
         """Replace the buffers as ``average`` does, but leave the parameters unchanged."""
-        self.average_tensors(self._replica.float_buffers(), weight, total, what=what, integers=True)
+        buffers = self._replica.float_buffers(included=True)
+        self.average_tensors(buffers, weight, total, what=what, integers=True)
 
     def average_tensors(
         self,
