@@ -21,7 +21,7 @@ from offbeat.quantization.wire import Precision
 from offbeat.strategies.base import GlobalModel, Gradients, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer
-from offbeat.training.assembly import Components, attached
+from offbeat.training.assembly import Components
 from offbeat.training.checks.compatibility import (
     require_abilities,
     require_distinct_memory,
@@ -30,6 +30,7 @@ from offbeat.training.checks.compatibility import (
     require_usable,
 )
 from offbeat.training.ddp import DDPSuppressor, unwrapped
+from offbeat.training.hooks import attached
 from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
 from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.transport.communicator import Transport

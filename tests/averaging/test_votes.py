@@ -33,7 +33,7 @@ def test_the_sum_of_the_votes(rows: list[tuple[bool, bool, int]], number: int) -
     workers = len(rows)
     finishing = any(ends and not steps for steps, ends, _ in rows)
     sums = VoteCheck(0, "raise")([vote.row() for vote in votes])
-    assert sums.also == sums.is_in("finish()") == finishing
+    assert sums.has(ALSO) == sums.is_in("finish()") == finishing
     assert sums.is_in("consensus()") == any(not (steps or ends) for steps, ends, _ in rows)
     assert sums == Vote(
         weight=sum(stepping for stepping, _, _ in rows),

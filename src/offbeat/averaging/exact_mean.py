@@ -57,7 +57,7 @@ class ExactMean:
 
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
         """Replace the buffers as ``average`` does, but leave the parameters unchanged."""
-        self._average(self._replica.float_buffers(), weight, total, what)
+        self._average(self._replica.float_buffers(included=True), weight, total, what)
 
     def _average(self, tensors: Iterable[Tensor], weight: float, total: float, what: str) -> None:
         """Replace ``tensors`` by their mean, and the signed integer buffers by their maximum."""

@@ -20,7 +20,9 @@ CALLS = {
     "mean()": 64,
 }
 """Public calls that wait for all workers. Each has a bit in ``Vote.call``."""
-ALSO = 128  # a further bit of ``Vote.call``
+# Further bits of ``Vote.call``:
+ALSO = 128  # the worker averages further modules (``also=…``)
+UNAVERAGED = 256  # tensors that training does not average have changed, or are new
 
 
 class Vote(NamedTuple):
@@ -33,8 +35,8 @@ class Vote(NamedTuple):
         weight: Weight of this worker in the mean (≥ 0).
         stepping: 1 if this worker takes a step in this round. 0 if it waits at a barrier.
         call: Bit of ``CALLS``: the public call in which this worker waits at a barrier. 0 if it
-            waits in none. With the bit ``ALSO`` if further modules are averaged (``also=…``). In
-            the sum, the bits of all workers.
+            waits in none. Perhaps with the bits ``ALSO`` and ``UNAVERAGED``. In the sum, the bits
+            of all workers.
         optimizer: Position of the optimizer that takes this step in the list passed to ``attach``,
             if gradients are averaged. 0 if models are averaged, or in a vote without a step. In
             the sum, that of the workers that take a step.
@@ -60,10 +62,9 @@ class Vote(NamedTuple):
         """Return True if this worker waits in ``call``. For the sum: if any worker does."""
         return bool(int(self.call) & CALLS[call])
 
-    @property
-    def also(self) -> bool:
-        """True if this worker waits in a call with ``also=…``. For the sum: if any worker does."""
-        return bool(int(self.call) & ALSO)
+    def has(self, bit: int) -> bool:
+        """Return True if ``call`` has the bit ``ALSO`` or ``UNAVERAGED``."""
+        return bool(int(self.call) & bit)
 
     def row(self) -> list[float]:
         """Return the vote as a list of numbers, which a message contains."""

@@ -68,7 +68,7 @@ class Worker:
             optimizers change them in ``eval()`` and ``train()``.
         call: Public call in which this worker waits for the others (a name in ``votes.CALLS``).
             Empty while it trains.
-        also: True while this worker waits in a call with ``also=…``.
+        call_bits: Further bits of ``Vote.call`` while this worker waits in ``call``.
         scaled: True if a GradScaler is in use. Non-finite gradients are then normal.
         record: Values for the telemetry record of this step.
         details: Totals for ``Stats.details``.
@@ -85,8 +85,8 @@ class Worker:
         self.team, self.replica, self.optimizers = team, replica, optimizers
         self.non_finite = non_finite
         self.start_step = self.step = 0
-        self.touched = self.also = self.scaled = False
-        self.call = ""
+        self.touched = self.scaled = False
+        self.call, self.call_bits = "", 0
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}
         self._nan_buffers = False

@@ -59,6 +59,8 @@ class Iteration:
     Attributes:
         active: False once training has ended. The hooks then do nothing.
         guard: Context around communication. It raises if it is entered after a failure.
+        trained: Identities of the averaged parameters.
+        in_step: True inside the step of an attached optimizer.
         recover: Begins the next generation after a failure. None: a failure ends training.
     """
 
@@ -72,7 +74,8 @@ class Iteration:
     ) -> None:
         self.flow, self._worker, self.node, self._wrappers = flow, worker, node, wrappers
         self._completed = completed
-        self.active = True
+        self.active, self.in_step = True, False
+        self.trained = {id(unsharded(p)) for _, p in worker.replica.parameters}
         self.guard = Guard()
         self._host = worker.team.host
         self.recover: Recovery | None = None

@@ -86,15 +86,3 @@ def enable_step_hooks(optimizer: Optimizer) -> None:
     hooked: Any = Optimizer.profile_hook_step(unhooked_step)
     hooked.hooked = True
     vars(optimizer)["step"] = hooked.__get__(optimizer)
-
-
-def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that are attributes of ``optimizer`` and share parameters with it."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [
-        value
-        for value in vars(optimizer).values()
-        if isinstance(value, Optimizer)
-        and _step_hooks(value) is not None
-        and any(id(p) in own for group in value.param_groups for p in group["params"])
-    ]
