@@ -86,6 +86,7 @@ class Links:
         self._owners: dict[int, int] = {}  # port → worker
         self._gloo_port: dict[int, int] = {}  # of the newest group of each worker
         self._proxies: dict[tuple[int, int], int] = {}
+        self._making = asyncio.Lock()
         self._connections: set[_Connection] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -269,8 +270,8 @@ class Links:
 
     async def _proxy(self, worker: int, port: int, host: str, free: Iterable[int]) -> int:
         """Return the port on ``host``, one of ``free``, of the proxy that leads to ``port``."""
-        if (worker, port) not in self._proxies:
-            for candidate in free:
+        async with self._making:
+            for candidate in free if (worker, port) not in self._proxies else ():
                 with contextlib.suppress(OSError):
                     await self._listen(host, candidate, self._accept_peer(worker, port))
                     self._proxies[worker, port] = candidate
