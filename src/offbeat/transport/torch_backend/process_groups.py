@@ -28,6 +28,7 @@ _GIVEN_UP = "given up"  # key in the store: the first member that gave up openin
 _POLL_SECONDS = 0.0005, 0.05  # pauses between reads of the store: the first, and the longest
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 _STORE_SECONDS = 1.0  # longest wait for the store to accept that key, and least to answer
+_GLOO_SECONDS = 2.0  # least time in which gloo must connect to a member that has arrived
 _NOTICE_SECONDS = 0.2  # delay with which the end of a member may be noticed after gloo has failed
 Group: TypeAlias = Any
 """A torch process group. Torch does not annotate all of its methods."""
@@ -147,7 +148,7 @@ class GroupFactory:
         try:
             self._await_members()
             group = self._make(backend, opening_seconds)
-            if opening_seconds < timeout_seconds:
+            if backend == "gloo" or opening_seconds < timeout_seconds:
                 group.set_timeout(timedelta(seconds=timeout_seconds))
             return group
         except BaseException as error:
@@ -164,11 +165,14 @@ class GroupFactory:
 
     def _make(self, backend: str, seconds: float) -> Group:
         """Construct a group. Gives up if a member ends, for which gloo would wait."""
-        limit = timedelta(seconds=seconds)
         if backend != "gloo":
+            limit = timedelta(seconds=seconds)
             return dist.new_group(
                 self._members, timeout=limit, backend=backend, use_local_synchronization=True
             )
+        # Gloo waits five times its limit for a member that connects to this one. Python must wait
+        # for that at exit, so the limit is a fifth.
+        gloo_seconds = min(seconds, max(_GLOO_SECONDS, seconds / 5))
         # This thread polls the store while gloo uses it, so each needs its own connection.
         store = self._ask(self.store.clone)
         self._deadline = time.monotonic() + seconds + _MARGIN_SECONDS
@@ -179,12 +183,13 @@ class GroupFactory:
                 raise OpeningError("gloo did not connect all members that had arrived")
 
         try:
+            limit = timedelta(seconds=gloo_seconds)
             return call_in_thread(
                 lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit),
                 name="opening of a group",
                 poll=poll,
                 interval_seconds=_POLL_SECONDS[1],
-                deadline=self._deadline + seconds * self.size,  # gloo waits for each member
+                deadline=time.monotonic() + 5 * gloo_seconds + _MARGIN_SECONDS,
             )
         except RuntimeError as error:
             if not isinstance(error, OpeningError):
