@@ -34,7 +34,7 @@ def matrix() -> list[Cell]:
 
 CELLS = matrix()
 CHOSEN = [
-    Cell("attach", "swallow", "store", "local:period=2", True, 1),
+    Cell("attach", "halve", "store", "local:period=2", False, 0, 10),
     Cell("round", "halve", "peers", "bsp", True, 1),
     Cell("round", "cut", "peers", "async:staleness=2", True, 0),
     Cell("round", "swallow", "both", "bsp", False, 1),
