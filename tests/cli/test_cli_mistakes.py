@@ -157,7 +157,7 @@ SIMULATION = [
             "compare digits -s bsp --tune 3 --lr-scale 2",
             "--lr-scale 2: --tune chooses the learning rate; leave it out, or fix it for .*",
         ),
-        ("compare digits -s local --tune 3 -s local:period=8", "'local:period=8' is given twice"),
+        ("compare digits -s ssp --tune 3 -s ssp:staleness=4", "'ssp:staleness=4' is given twice"),
         ("compare digits -s ''", NO_STRATEGY.replace("nope", "")),
         ("compare digits -s bsp --tune 3 --wire int8", "--wire int8: ideal cannot honour it, .*"),
         ("report .", r"\. is a directory; name its results\.jsonl"),

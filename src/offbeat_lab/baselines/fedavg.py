@@ -26,6 +26,7 @@ from offbeat.extend import (
     setting,
     transient,
 )
+from offbeat_lab.methods.tunable import Axis, Tunable
 
 _PURPOSE = int.from_bytes(b"fedavg", "big")  # part of the seed of each draw
 _LARGEST_DENOMINATOR = 10**6  # settings are converted to fractions: 0.1 is exactly 1/10
@@ -148,6 +149,7 @@ class FedAvg(Strategy):
     """
 
     name: ClassVar[str] = "fedavg"
+    tunable: ClassVar[Tunable] = Tunable((Axis("period"),), ({"period": 8},))
     period: int | None = setting(None, least=1)
     rounds_per_epoch: float | None = setting(None, least=1 / _LARGEST_DENOMINATOR)
     steps_per_epoch: int | None = setting(None, least=1)

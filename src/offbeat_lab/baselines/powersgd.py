@@ -30,6 +30,7 @@ from offbeat.extend import (
     squared_norm,
     staging_dtype,
 )
+from offbeat_lab.methods.tunable import Axis, Tunable
 
 _PURPOSE = int.from_bytes(b"powersgd", "big")  # part of the seed of the first Q
 
@@ -196,6 +197,7 @@ class PowerSGD(Strategy):
     """
 
     name: ClassVar[str] = "powersgd"
+    tunable: ClassVar[Tunable] = Tunable((Axis("rank"),), ({"rank": 8},))
     rank: int = setting(4, least=1)
     start: int = setting(0, least=0)
 
