@@ -97,7 +97,6 @@ def main(folder: Path, stop: int = 2, epochs: int = 2):
     loss_scaler = NativeScaler()
     start_epoch = load_model(folder, model_without_ddp, optimizer, loss_scaler)
     # + sync = offbeat.attach(model, optimizer, scaler=loss_scaler._scaler)
-    # + save = sync.consensus()(save_model)
     for epoch in range(start_epoch, stop):
         sampler.set_epoch(epoch)
         metric_logger = MetricLogger()
@@ -113,7 +112,8 @@ def main(folder: Path, stop: int = 2, epochs: int = 2):
         # + sync.mean(0.0)
         metric_logger.synchronize_between_processes()
         print("Averaged stats:", dict(metric_logger.meters))
-        save_model(folder, epoch, model_without_ddp, optimizer, loss_scaler)
+        # + with sync.consensus():
+        save_model(folder, epoch, model_without_ddp, optimizer, loss_scaler)  # >
     # + sync.finish()
     dist.destroy_process_group()
     with torch.no_grad():
