@@ -36,6 +36,9 @@ SCRIPTS = {
 """Name: (True if the script resumes from its file, largest relative difference from DDP's loss)."""
 
 
+_kept: list[nn.Module] = []
+
+
 def ported(source: str) -> tuple[str, dict[str, list[str]]]:
     """Return the version for Offbeat, with as many lines, and the code of each kind of mark."""
     lines, found = [], {"+": [], "-": [], ">": []}
@@ -72,6 +75,9 @@ def train(
     exec(compile(source, path, "exec"), script)
     models, loss = script["main"](Path(folder), *epochs)
     modules = nn.ModuleList(models)
+    # A DistributedDataParallel holds its process group, and gloo, when freed, may wait for ever for
+    # a process that has ended.
+    _kept.append(modules)
     return flat(modules.parameters()), flat([torch.zeros(0), *modules.buffers()]), loss
 
 
