@@ -21,27 +21,22 @@ def weights_init(m: nn.Module) -> None:
         nn.init.zeros_(m.bias)
 
 
-def network(into: int, out: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(into, 32), nn.BatchNorm1d(32), nn.LeakyReLU(0.2), nn.Linear(32, out)
-    )
-
-
 def main(folder: Path):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(rank)
     angles = torch.linspace(0, 6.28, 640)
-    dataset = torch.stack([angles.cos(), angles.sin(), angles.cos() * angles.sin()], 1) + 1
+    dataset = torch.stack([angles.cos(), angles.sin(), angles.cos() * angles.sin()], 1) + 3
     sampler = DistributedSampler(dataset)
     dataloader = DataLoader(dataset, batch_size=16, sampler=sampler, drop_last=True)
-    netG, netD = network(NZ, 3), network(3, 1)
+    netG = nn.Sequential(nn.Linear(NZ, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+    netD = nn.Sequential(nn.Linear(3, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
     netG.apply(weights_init)
     netD.apply(weights_init)
     netG, netD = DistributedDataParallel(netG), DistributedDataParallel(netD)
     criterion = nn.BCEWithLogitsLoss()
-    optimizerD = torch.optim.Adam(netD.parameters(), lr=1e-2, betas=(0.5, 0.999))
-    optimizerG = torch.optim.Adam(netG.parameters(), lr=1e-2, betas=(0.5, 0.999))
+    optimizerD = torch.optim.Adam(netD.parameters(), lr=5e-3, betas=(0.5, 0.999))
+    optimizerG = torch.optim.Adam(netG.parameters(), lr=5e-3, betas=(0.5, 0.999))
     # + networks = nn.ModuleList([netG, netD])
     # + sync = offbeat.attach(networks, [optimizerD, optimizerG])
     fixed_noise = torch.randn(256, NZ, generator=torch.Generator().manual_seed(0))
