@@ -153,8 +153,8 @@ class Synchronizer:
 
         To evaluate on one rank, test ``sync.rank`` inside the context; no barrier is needed. The
         other workers leave the context and train until they need this one, and then wait for at
-        most ``timeout_seconds``. A collective of your own is safe inside this context only, and
-        only if every worker enters it: ``finish`` does not answer it. ``mean`` is safe everywhere.
+        most ``timeout_seconds``. A collective of your own is safe inside this context, if every
+        worker enters it: ``finish`` does not answer it. Elsewhere call ``mean`` directly before it.
 
         The context is also a decorator: ``evaluate = sync.consensus()(evaluate)`` makes every call
         of ``evaluate`` run inside a consensus.
