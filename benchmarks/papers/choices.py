@@ -15,14 +15,16 @@ import torch.distributed as dist
 
 import offbeat
 from benchmarks.papers.convergence import SETTINGS, WORKERS, selsync
-from benchmarks.papers.gradients import AGGREGATES
 from benchmarks.papers.runs import SEEDS, TASKS, Row, grouped, markdown, percent
+from offbeat import SelSync
+from offbeat_lab import GradientSelSync
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.samplers import Batches
 
 SAMPLERS = ("seldp", "defdp")
 PASSES = {"digits-few": 150.0, "cifar-few": 30.0}
+AGGREGATES = {"gradients": GradientSelSync, "parameters": SelSync}
 DELTA = 0.25
 AGGREGATED = (0.1, 0.3)
 
@@ -90,7 +92,7 @@ def measure(seeds: int = SEEDS) -> dict[str, Any]:
     pairs = {
         delta: [
             selsync(delta),
-            selsync(delta, "benchmarks.papers.gradients:GradientSelSync"),
+            selsync(delta, "selsync_gradients"),
         ]
         for delta in AGGREGATED
     }

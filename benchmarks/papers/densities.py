@@ -19,9 +19,9 @@ from torch import Tensor
 
 import offbeat
 from benchmarks.papers.discrepancy import DIGITS, recording_worker
-from benchmarks.papers.gradients import AGGREGATES
 from benchmarks.papers.runs import SEEDS, TASKS
-from offbeat import BSP
+from offbeat import BSP, SelSync
+from offbeat_lab import GradientSelSync
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.samplers import Batches
@@ -29,6 +29,7 @@ from offbeat_lab.samplers import Batches
 WORKERS, STEPS, LOOKS = 8, 480, (120, 240, 480)
 PROBLEM = replace(DIGITS, learning_rate=0.05)
 DELTAS = (0.1, 0.3)
+AGGREGATES = {"gradients": GradientSelSync, "parameters": SelSync}
 EPOCHS = (0, 1, 2, 4)
 LAYER = "2.weight"  # the second convolution
 GRADIENTS = 10  # batches whose gradients form a density

@@ -14,6 +14,7 @@ __all__ = [
     "SSP",
     "Downpour",
     "FedAvg",
+    "GradientSelSync",
     "HeldOut",
     "PowerSGD",
     "Setup",
@@ -27,7 +28,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from offbeat_lab.baselines import EASGD, SSP, Downpour, FedAvg, PowerSGD, SparseLoCo
+    from offbeat_lab.baselines import (
+        EASGD,
+        SSP,
+        Downpour,
+        FedAvg,
+        GradientSelSync,
+        PowerSGD,
+        SparseLoCo,
+    )
     from offbeat_lab.recipes.base import Setup, Task
     from offbeat_lab.recipes.custom import recipe
     from offbeat_lab.recipes.held_out import HeldOut, accuracy

@@ -160,6 +160,7 @@ class SelSync(Reference):
         delta: float,
         smoothing: float | None = None,
         window: int | None = None,
+        aggregate: str = "parameters",
         warmup_steps: int = 0,
         max_interval: int = 10**9,
         max_norm: float | None = None,
@@ -168,6 +169,7 @@ class SelSync(Reference):
         self.delta, self.window, self.max_norm = delta, window, max_norm
         self.a = min(1.0, self.size / 100) if smoothing is None else smoothing
         self.warmup_steps, self.max_interval = warmup_steps, max_interval
+        self.of_gradients = aggregate == "gradients"
         self.triggers = [Trigger() for _ in counts]
         self.since = 0
 
@@ -185,6 +187,9 @@ class SelSync(Reference):
             one.flags.append(self.delta < math.inf and one.changes[-1] >= self.delta)
             flagged |= one.flags[-1]
         sync = self.decide(flagged)
+        if sync and self.of_gradients:
+            mean = [sum(parts) / len(stepping) for parts in zip(*each.values(), strict=True)]
+            each = dict.fromkeys(stepping, mean)
         for n in stepping:
             model, self.news[0][n] = self.sim.models[n], True
             for p, g in zip(model.parameters(), each[n], strict=True):
@@ -192,12 +197,12 @@ class SelSync(Reference):
             if self.max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
             self.sim.optimizers[n].step()
-        if sync:
+        if sync and not self.of_gradients:
             self.sim.average(self.weights())
             self.news = [[False] * self.size]
         self.since = 0 if sync else self.since + 1
         self.launches += sync
-        self.numbers += self.vote_numbers + sync * PARAMETERS
+        self.numbers += self.vote_numbers + sync * (PARAMETERS + self.of_gradients * (1 + 6))
         return sync
 
 

@@ -126,6 +126,10 @@ REFERENCES = [
     Row("powersgd:rank=1", partial(PowerSGD, rank=1)),
     Row("powersgd:rank=2,start=5", partial(PowerSGD, rank=2, start=5)),
     Row("powersgd", PowerSGD),
+    Row(
+        "selsync_gradients:delta=0.5,smoothing=0.5,max_interval=9",
+        partial(SelSync, **_TRIGGER, aggregate="gradients", max_interval=9),
+    ),
 ]
 ROWS = [*TO_TRAIN_WITH, *REFERENCES]
 CUSTOM = Row("examples.gossip:Gossip:share=0.25", partial(Gossip, share=0.25))

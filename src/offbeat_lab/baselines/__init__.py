@@ -11,6 +11,7 @@ from offbeat.extend import STRATEGIES as TO_TRAIN_WITH
 from offbeat_lab.baselines.downpour import Downpour
 from offbeat_lab.baselines.easgd import EASGD
 from offbeat_lab.baselines.fedavg import FedAvg
+from offbeat_lab.baselines.gradient_selsync import GradientSelSync
 from offbeat_lab.baselines.powersgd import PowerSGD
 from offbeat_lab.baselines.sparseloco import SparseLoCo
 from offbeat_lab.baselines.ssp import SSP
@@ -22,12 +23,13 @@ __all__ = [
     "STRATEGIES",
     "Downpour",
     "FedAvg",
+    "GradientSelSync",
     "PowerSGD",
     "SparseLoCo",
 ]
 
 PUBLISHED: Mapping[str, type[Strategy]] = {
-    s.name: s for s in (FedAvg, SSP, Downpour, EASGD, SparseLoCo, PowerSGD)
+    s.name: s for s in (FedAvg, SSP, Downpour, EASGD, SparseLoCo, PowerSGD, GradientSelSync)
 }
 """The baselines by name."""
 STRATEGIES = {**TO_TRAIN_WITH, **PUBLISHED}

@@ -1,7 +1,8 @@
-"""SelSync that averages gradients in place of parameters, which Figures 9 to 11 compare."""
+"""SelSync that averages gradients in place of parameters (Tyagi & Swany, 2023, Figures 9 to 11)."""
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -57,8 +58,17 @@ class GradientSelSyncFlow(Flow):
     def vote(self, optimizer: int, *, stepping: bool) -> Round:
         view = self.state.view
         view.step, view.stepping, view.record = self.worker.step, stepping, self.worker.record
-        vote = Vote(weight=1.0, stepping=stepping, numbers=self.strategy.vote(view))
+        vote = Vote(
+            weight=float(stepping or self.unsynced),
+            stepping=stepping,
+            finite=self.check_finite(stepping=stepping),
+            numbers=self.strategy.vote(view),
+        )
         return self.rounds.send(vote)
+
+    @override
+    def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
+        return not stepping or math.isfinite(self.state.view.gradient_norm_squared)
 
     @override
     def decide(self, round: Round) -> bool:
@@ -72,7 +82,7 @@ class GradientSelSyncFlow(Flow):
     @override
     def consensus(self, last: Round, *, final: bool) -> None:
         worker, what = self.worker, f"mean at step {self.worker.step}"
-        worker.exact_mean.consensus(1.0, worker.size, final=final, what=what)
+        worker.exact_mean.consensus(last.own.weight, last.wait().weight, final=final, what=what)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -82,10 +92,8 @@ class GradientSelSync(SelSync):
     Nothing makes the workers' models equal.
     """
 
+    name: ClassVar[str] = "selsync_gradients"
+
     @override
     def averages(self) -> CustomFlow:  # type: ignore[override]
         return CustomFlow(GradientSelSyncFlow, blocking=True)
-
-
-AGGREGATES: Mapping[str, type[SelSync]] = {"gradients": GradientSelSync, "parameters": SelSync}
-"""Strategy by what a synchronization averages."""
