@@ -11,6 +11,7 @@ from offbeat.averaging.flat import as_real
 from offbeat.averaging.votes import Vote
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import Strategy
+from offbeat.training.checks.compatibility import unusable
 
 logger = logging.getLogger("offbeat")
 
@@ -19,12 +20,15 @@ def checksum(worker: Worker, *, whole: bool = False) -> int:
     """Return a CRC-32 of the averaged parameters. 0 if the model is divided or has one worker.
 
     ``whole`` includes all other tensors that ``state_dict`` saves, such as frozen parameters.
+    Tensors that ``attach`` would have refused, such as sparse ones, are left out.
     """
     found = 0
     if worker.team.everyone.size == 1 or worker.team.sharded:
         return found
     replica = worker.replica
     for tensor in replica.saved() if whole else [p for _, p in replica.parameters]:
+        if unusable(tensor) is not None:
+            continue
         values = as_real(tensor.detach()).clone(memory_format=torch.contiguous_format)
         content: Any = values.cpu().reshape(-1).view(torch.uint8).numpy()
         found = zlib.crc32(content, found)

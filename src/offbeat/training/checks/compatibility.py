@@ -138,7 +138,7 @@ def require_usable(model: nn.Module) -> None:
         )
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            reason = _unusable(tensor)
+            reason = unusable(tensor)
             if reason is not None:
                 raise AttachError(f"{kind} {name!r} cannot be synchronized: {reason}")
 
@@ -182,7 +182,7 @@ def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -
             )
 
 
-def _unusable(tensor: Tensor) -> str | None:
+def unusable(tensor: Tensor) -> str | None:
     """Return why ``tensor`` cannot be synchronized, with a remedy. None if it can."""
     if is_sharded(tensor):
         return f"it is a DTensor, divided among workers: {_DIVIDED}"
