@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.launched.judge import RATE, judge_loads, judge_models, judge_uses, target
-from benchmarks.launched.soak import FAULTS, KINDS, case, survive, table
+from benchmarks.launched.soak import FAULTS, KINDS, STORE_KINDS, case, survive, table
 from benchmarks.launched.training import Process
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
@@ -21,7 +21,7 @@ def test_the_plan_follows_from_the_seed() -> None:
     assert all(len(one.faults) == FAULTS for one in plan)
     kinds = {"stop for too long", "kill at end", "kill launcher", "kill fork server"}
     kinds.add("kill in save")
-    assert {kind for one in plan for kind in one.faults} == {*KINDS, *kinds}
+    assert {kind for one in plan for kind in one.faults} == {*KINDS, *STORE_KINDS, *kinds}
 
 
 @pytest.mark.parametrize("name", ["launched", "soak"])

@@ -29,6 +29,9 @@ ROWS = {
     "a machine loses power or its network, in elastic training": (
         "test_a_silent_machine_is_noticed_within_the_time_limit"
     ),
+    "connections to a worker open and deliver nothing, in elastic training": (
+        "test_every_worker_continues_or_raises"
+    ),
     "a worker that joins cannot receive the model within `timeout_seconds`": (
         "test_a_newcomer_that_cannot_receive_the_model_in_time_leaves"
     ),

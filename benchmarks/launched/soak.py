@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.harness import machine
 from benchmarks.launched.judge import PERIODS, judge
+from benchmarks.launched.store_faults import SLOW_BYTES_PER_SECOND
 from benchmarks.launched.training import Process, Training, wait_until
 
 IN_STEP = (*PERIODS, "async:staleness=4")
@@ -30,6 +31,8 @@ STRATEGIES = (
 )
 KINDS = {"kill": 4, "kill two": 3, "kill all": 2, "stop": 2, "terminate": 2, "exception": 2}
 KINDS |= {"kill in attach": 4, "detach": 1}
+STORE_KINDS = {"stalled client": 2, "idle clients": 1, "swallow": 2, "slow store": 1}
+"""Faults of a store that the soak keeps."""
 FAULTS = 12
 _WHOLE_SECONDS, _END_SECONDS = 150.0, 200.0
 _ORDER_SECONDS = 60.0  # longer than a pause before a restart
@@ -78,6 +81,8 @@ def case(seed: int, index: int) -> Case:
         kinds = {"stop for too long": 4, "kill": 3, "terminate": 1, "exception": 1}
     if len(here) == 2:
         kinds["kill launcher"] = 3
+    if store == "process":
+        kinds |= STORE_KINDS
     kinds["kill fork server"] = 2
     strategy = draw.choice(STRATEGIES)
     saves = draw.random() < 0.7 and strategy in IN_STEP
@@ -121,8 +126,20 @@ class Faults:
             "kill fork server": self._kill_fork_server,
             "stop": lambda: self._stop(self._draw.uniform(0.3, 3)),
             "stop for too long": lambda: self._stop(self._draw.uniform(9, 14)),
+            "stalled client": lambda: self._training.intrude(1, b"\0"),
+            "idle clients": lambda: self._training.intrude(1000, b""),
+            "swallow": self._swallow,
+            "slow store": self._slow,
         }
         methods[kind]()
+
+    def _swallow(self) -> None:
+        assert self._training.link is not None
+        self._training.link.swallow(self._draw.uniform(1, 5))
+
+    def _slow(self) -> None:
+        assert self._training.link is not None
+        self._training.link.bytes_per_second = SLOW_BYTES_PER_SECOND
 
     def _send(self, number: int, count: int) -> list[Process]:
         alive = self._training.trains()

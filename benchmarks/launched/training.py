@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT
+from benchmarks.launched.store_faults import Intruders, StoreLink
 from offbeat.launcher.store import listen, serve
 
 MARK = "OFFBEAT_SOAK"
@@ -67,6 +68,7 @@ class Training:
 
     Attributes:
         address: Address of the store. None: the launcher knows it.
+        link: The proxy in front of a store that this process keeps; None if it does not.
     """
 
     def __init__(
@@ -83,11 +85,14 @@ class Training:
         self._mark, self._logs = uuid.uuid4().hex, dict[Path, Process]()
         self._kept: Any = None
         self.address: str | None = None
+        self.link: StoreLink | None = None
+        self._intruders: list[Intruders] = []
         if store == "file":
             self.address = f"file://{folder}/store"
         elif store == "process":
             self._kept = serve(listen("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{self._kept.port}"
+            self.link = StoreLink(self._kept.port)
+            self.address = f"127.0.0.1:{self.link.port}"
         self.launchers = [self.launch(machine) for machine in range(len(here))]
 
     def launch(self, machine: int) -> subprocess.Popen[bytes]:
@@ -107,6 +112,10 @@ class Training:
                 stdout=output,
                 stderr=output,
             )
+
+    def intrude(self, count: int, data: bytes) -> None:
+        """Open connections to the store that this process keeps; see ``Intruders``."""
+        self._intruders.append(Intruders(self._kept.port, count, data))
 
     def output(self) -> str:
         """Return what the launchers and workers have written."""
@@ -162,6 +171,10 @@ class Training:
             launcher.wait()
         for one in self.left():
             Process(int(one.partition(":")[0]), "").send(signal.SIGKILL)
+        for intruders in self._intruders:
+            intruders.close()
+        if self.link is not None:
+            self.link.close()
         self._kept = None
 
 

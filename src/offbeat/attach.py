@@ -21,7 +21,7 @@ from offbeat.quantization.wire import Precision
 from offbeat.strategies.base import GlobalModel, Gradients, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer
-from offbeat.training.assembly import Components, attached
+from offbeat.training.assembly import Components
 from offbeat.training.checks.compatibility import (
     require_abilities,
     require_distinct_memory,
@@ -30,8 +30,9 @@ from offbeat.training.checks.compatibility import (
     require_usable,
 )
 from offbeat.training.ddp import DDPSuppressor, unwrapped
+from offbeat.training.hooks import attached
 from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
-from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
+from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.transport.communicator import Transport
 from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
@@ -91,8 +92,8 @@ def attach(
               many steps.
             - ``fully_shard`` may divide the model over a device mesh of the node's workers.
         scaler: The GradScaler in use. None: no scaler. A step that it skips counts as an iteration.
-        wire: Precision at which parameters and gradients are sent: "float32", "bfloat16", "int8",
-            "int4" or "int2". None: the strategy's ``default_wire``, which is "int2" for
+        wire: Precision at which parameters and gradients are sent: "float32", "int8", "int4"
+            or "int2". None: the strategy's ``default_wire``, which is "int2" for
             ``StreamingAveraging`` with its default schedule, and "float32" for the other strategies
             of Offbeat. The quantization error of a message is added to the next message (error
             feedback). Storing the errors takes one or two copies of the model, and none with
@@ -186,8 +187,6 @@ def attach(
     require_usable(local_model)
     require_synchronous_layers(model, strategy, nodes=node_group is not None)
     require_distinct_memory(dict(local_model.named_parameters()), strategy)
-    if isinstance(averages, GlobalModel) and averages.optimizer_state:
-        require_own_state(optimizers)
     attached_optimizers = _attached(model, optimizers)
     if shards is not None:
         attached_optimizers = [
@@ -208,8 +207,7 @@ def attach(
                 elastic=elastic,
                 sharded=shards is not None,
                 # A mean of all workers' gradients in each step makes all models equal.
-                needed=shards is not None
-                or not (isinstance(averages, Gradients) and averages.every_step),
+                needed=shards is not None or not isinstance(averages, Gradients),
             )
             on_failure.callback(team.close)
             if elastic and team.membership is not None:

@@ -213,7 +213,7 @@ def percent(share: float) -> str:
 BUCKET_BYTES = 8 * 2**20  # ``averaging/flat.py``
 FIRST_BUCKET_BYTES = 2**20  # ``averaging/gradients.py``
 BLOCK = 512  # numbers that are quantized together
-BLOCK_BYTES = {"bfloat16": 1024, "int8": 516, "int4": 260, "int2": 108}  # of one encoded block
+BLOCK_BYTES = {"int8": 516, "int4": 260, "int2": 108}  # of one encoded block
 _SINGLE_STAGE_WORKERS = 2  # ``quantization/message.py``
 _FORWARD_SHARE = 1 / 3  # ``training/backward_hooks.py``
 _VOTE_NUMBERS = 8  # without the numbers of a strategy
@@ -344,9 +344,7 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
         case SelSync():
             assert strategy.target_lssr is not None
             every = min(1 / (1 - strategy.target_lssr), strategy.max_interval or math.inf)
-            # The votes of each step are waited for, or arrive during the next step.
-            rounds = every if strategy.flags == "deferred" else 1
-            step = setting.step + votes / rounds + part / every
+            step = setting.step + votes + part / every
             return step, every, vote + part_bytes / every
         case LocalSGD(period=period) | DiLoCo(period=period):
             every = period / parts
@@ -379,7 +377,7 @@ def plan(
     recommendation.
 
     *Not modelled*: the final metric; stragglers, which ``offbeat compare --simulate`` shows; the
-    arithmetic of sums and codecs; buffers; means of optimizers' states; other traffic on the
+    arithmetic of sums and codecs; buffers; other traffic on the
     network; and eager schedules with a staleness of 1. All steps take equally long, and backward
     takes twice as long as forward.
 

@@ -102,8 +102,8 @@ class Synchronizer:
             optimizer.step()
 
         Outside, every backward pass averages the gradients under BSP and inside a node. Strategies
-        that average models do not need the context. ``SelSync(aggregate="gradients")`` requires it
-        and raises an AttachError otherwise. ``optimizer.step()`` inside raises an AttachError.
+        that average models do not need the context. ``optimizer.step()`` inside raises an
+        AttachError.
         ``DistributedDataParallel.no_sync`` of a wrapper given to ``attach`` has the same effect.
         """
         return self._iteration.no_sync()
@@ -153,8 +153,8 @@ class Synchronizer:
 
         To evaluate on one rank, test ``sync.rank`` inside the context; no barrier is needed. The
         other workers leave the context and train until they need this one, and then wait for at
-        most ``timeout_seconds``. A collective of your own is safe inside this context only, and
-        only if every worker enters it: ``finish`` does not answer it. ``mean`` is safe everywhere.
+        most ``timeout_seconds``. A collective of your own is safe inside this context, if every
+        worker enters it: ``finish`` does not answer it. Elsewhere call ``mean`` directly before it.
 
         The context is also a decorator: ``evaluate = sync.consensus()(evaluate)`` makes every call
         of ``evaluate`` run inside a consensus.

@@ -3,78 +3,29 @@
 A *method* is a strategy of this package or a reference. A *trial* is a training run of the search.
 The *ideal* is the reference ``ideal``, the speed-up limit.
 
-Every method has the same budget of trials, all with one seed that the comparison does not use.
-``search`` proposes trials, and ``score_of`` ranks them.
+Every method has the same budget of trials, all with one seed that the comparison does not use. The
+first trials have the best-known settings of the method, which it declares itself
+(``methods.tunable``). ``search`` proposes further trials, and ``score_of`` ranks all of them.
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat import Strategy
+from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.job import MOST_SEED, Job
-from offbeat_lab.methods.registry import is_ideal, parse_method
+from offbeat_lab.methods.registry import is_ideal, parse_imported, parse_method
+from offbeat_lab.methods.tunable import TAU, Axis, tunable_of
 from offbeat_lab.results import Result, Trial
 
 LEAST_BUDGET = 3
-"""Smallest number of trials per method: a learning rate, a larger one and a smaller one."""
+"""Smallest number of trials per method: the first settings, and two best-known ones."""
 _TOLERANCE = 0.02
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A setting that the search changes.
-
-    Attributes:
-        name: Field of ``Job`` or of the strategy.
-        values: Possible values in order. Empty: the first value, doubled or halved repeatedly.
-    """
-
-    name: str
-    values: tuple[Any, ...] = ()
-
-    def next(self, value: Any, *, up: bool) -> Any:
-        """Return the neighbour of ``value``, or None if there is none."""
-        if self.values:
-            index = self.values.index(value) + (1 if up else -1)
-            return self.values[index] if 0 <= index < len(self.values) else None
-        if up:
-            return 2 * value
-        smaller = value // 2 if isinstance(value, int) else value / 2
-        return smaller if smaller < value else None
-
-
 _RATE = Axis("lr_scale")
 _WIRE = Axis("wire", ("float32", "int4", "int2"))
-_DILOCO = (
-    Axis("period"),
-    Axis("outer_lr", (0.35, 0.5, 0.7, 1.0, 1.4)),
-    Axis("outer_momentum", (0.0, 0.6, 0.8, 0.9, 0.95)),
-)
-_SETTINGS = {
-    "local": (Axis("period"),),
-    "diloco": _DILOCO,
-    "selsync": (Axis("target_lssr", (0.6, 0.8, 0.9, 0.95, 0.975)),),
-    "async": (Axis("staleness"),),
-    "streaming": (Axis("outer_gain", ("auto", 1)),),
-    "fedavg": (Axis("period"),),
-    "ssp": (Axis("staleness"),),
-    "downpour": (Axis("push_every"),),
-    "easgd": (Axis("period"),),
-    "sparseloco": (Axis("period"),),
-    "powersgd": (Axis("rank"),),
-}
-"""Settings to tune, by the name of the strategy, besides learning rate and wire."""
-_FIRST = {
-    "local": ("period=8",),
-    "fedavg": ("period=8",),
-    "ssp": ("staleness=4",),
-    "diloco": ("period=16", "outer_momentum=0.6"),
-    "sparseloco": ("period=16",),
-}
-"""First values of settings that have no default, or a default for much longer runs."""
 
 
 # -- methods and their settings --------------------------------------------------------------------
@@ -86,38 +37,56 @@ def with_ideal(methods: Sequence[str]) -> list[str]:
     return [*(ideals or ["ideal"]), *(text for text in methods if text not in ideals)]
 
 
-def untuned(text: str) -> str:
-    """Return ``text`` with the values of ``_FIRST`` for settings that it omits.
+def untuned(text: str, known: Mapping[str, Any] | None = None) -> str:
+    """Return a method's text with best-known settings, by default the first, where it omits them.
 
-    Example: ``local --wire int8`` becomes ``local:period=8 --wire int8``.
+    Example: ``local --wire int8`` becomes ``local:period=2 --wire int8``.
     """
     strategy, *options = text.split() or [""]
-    name, _, settings = strategy.partition(":")
-    given = [one for one in settings.split(",") if one]
-    fixed = {one.partition("=")[0] for one in given}
-    added = [one for one in _FIRST.get(name, ()) if one.partition("=")[0] not in fixed]
-    complete = f"{name}:{','.join([*added, *given])}" if added else strategy
+    name, _, given = strategy.partition(":")
+    known = tunable_of(STRATEGIES.get(name)).known[0] if known is None else known
+    added = {key: value for key, value in known.items() if key not in _fixed(text)}
+    wire = [f"--wire {added.pop('wire')}"] if "wire" in added else []
+    settings = [f"{key}={value}" for key, value in added.items()]
+    complete = f"{name}:{','.join([*settings, *filter(None, [given])])}" if settings else strategy
     try:
         parse_method(complete)
     except ValueError:
         return text  # has a mistake, which the caller finds, or settings that exclude these values
-    return " ".join([complete, *options])
+    return " ".join([complete, *options, *wire])
 
 
-def _axes(text: str, job: Job) -> list[Axis]:
+def _starts(text: str, job: Job, rate: float, trials: Sequence[Result]) -> Iterator[Job]:
+    """Yield the first trials of a method: at the learning rate of ``job``, then at another one.
+
+    Args:
+        text: The method as the user gave it.
+        job: Settings that all trials share.
+        rate: Factor on the learning rate of all trials but the first.
+        trials: Trials of the comparison so far. The caller adds each trial as it ends.
+    """
+    yield job.under(untuned(text))
+    for known in tunable_of(STRATEGIES.get(text.strip().partition(":")[0].split()[0])).known:
+        if TAU in known.values():
+            stats = trials[-1].stats[0]
+            mean = stats.details.get("landing_seconds", 0.0) * stats.steps
+            tau = 2 * max(1, math.ceil(mean / stats.compute_seconds))
+            known = {key: tau if value == TAU else value for key, value in known.items()}
+        start = job.under(untuned(text, known))
+        yield start if _RATE.name in _fixed(text) else replace(start, lr_scale=rate)
+
+
+def _axes(text: str, strategy: str) -> list[Axis]:
     """Return the axes of a method, without the settings that the user fixed.
 
     Args:
         text: The method as the user gave it.
-        job: Job of the method's first trial.
+        strategy: Its strategy in one of the trials.
     """
-    axes = [_RATE]
-    method = parse_method(job.strategy)
+    axes, method = [_RATE], parse_imported(strategy)
     if isinstance(method, Strategy):
-        own = _SETTINGS.get(job.strategy.partition(":")[0], ())
-        axes += [axis for axis in own if _is_tunable(axis, getattr(method, axis.name))]
-        if job.wire is None and _is_tunable(_WIRE, method.default_wire):
-            axes.append(_WIRE)
+        own = tunable_of(type(method)).axes
+        axes = [_WIRE, *(axis for axis in own if getattr(method, axis.name) is not None), _RATE]
     return [axis for axis in axes if axis.name not in _fixed(text)]
 
 
@@ -126,23 +95,19 @@ def _fixed(text: str) -> set[str]:
     return {word.lstrip("-").replace("-", "_") for word in re.split(r"[\s:,=]+", text)}
 
 
-def _is_tunable(axis: Axis, value: Any) -> bool:
-    return value in axis.values if axis.values else value is not None
-
-
 def _neighbour(job: Job, axis: Axis, *, up: bool) -> Job | None:
     """Return ``job`` with a setting's next value. None: there is none or the method refuses it."""
-    method: Any = parse_method(job.strategy)
+    method: Any = parse_imported(job.strategy)
     of_job = axis in (_RATE, _WIRE)
     value = getattr(job if of_job else method, axis.name)
     value = axis.next(method.default_wire if axis is _WIRE and value is None else value, up=up)
     if value is None:
         return None
+    if axis is _RATE:
+        return replace(job, lr_scale=value)
     try:
         if of_job:
-            default = axis is _WIRE and value == method.default_wire
-            change: dict[str, Any] = {axis.name: None if default else value}
-            job = replace(job, **change)
+            job = replace(job, wire=None if value == method.default_wire else value)
         else:
             job = replace(job, strategy=str(replace(method, **{axis.name: value})))
         job.check_method()
@@ -153,29 +118,32 @@ def _neighbour(job: Job, axis: Axis, *, up: bool) -> Job | None:
 
 # -- scores ----------------------------------------------------------------------------------------
 
-Score = tuple[int, float]
-"""Rank of a trial; the smaller, the better."""
+Score = tuple[int, float, float]
+"""Rank of a trial; the smaller, the better. The last number is the negated final metric."""
 
 
 def score_of(trial: Result, trials: Sequence[Result]) -> Score:
     """Return the score of a trial.
 
     The target is the final metric of the ideal's best trial, relaxed by 2 % of the range between
-    that trial's first and best evaluation. A trial is better if it reaches the target earlier.
-    Trials that never reach it come next, ranked by their best metric. Diverged trials come last.
-    The ideal's trials are ranked by their final metric.
+    that trial's first and best evaluation. A trial is better if it reaches the target earlier, and
+    of two at the same time the one that ends better. Trials that never reach it come next, ranked
+    by their final metric, as are the ideal's. Diverged trials come last.
 
     Args:
         trial: The trial.
         trials: All trials so far, with those of the ideal.
     """
     if trial.diverged:
-        return 2, trial.job.lr_scale  # so that the search continues towards smaller rates
-    sign = _sign(trial)
-    if trial.is_ideal:
-        return 1, -sign * trial.final
-    seconds = trial.seconds_to(_level(trials))
-    return (1, -_best(trial)) if seconds is None else (0, seconds)
+        return 2, trial.job.lr_scale, 0.0  # so that the search continues towards smaller rates
+    seconds = None if trial.is_ideal else seconds_to_level(trial, trials)
+    end = -_sign(trial) * trial.final
+    return (1, 0.0, end) if seconds is None else (0, seconds, end)
+
+
+def seconds_to_level(trial: Result, trials: Sequence[Result]) -> float | None:
+    """Return the training seconds until a trial reached the target of ``score_of``, or None."""
+    return trial.seconds_to(_level(trials))
 
 
 def _level(trials: Sequence[Result]) -> float:
@@ -215,8 +183,10 @@ def tune(
 ) -> list[Job]:
     """Tune each method, the ideal first, and return the jobs of the comparison.
 
-    Each method gets a job with its chosen settings and, if they differ, one with its first
-    settings. All these jobs have the seed of ``job``.
+    The first settings of a method are its first best-known ones, at the learning rate of ``job``.
+    Then follow its best-known settings at the ideal's best learning rate, and what ``search``
+    proposes. Each method gets a job with its chosen settings and, if they differ, one with its
+    first settings. All these jobs have the seed of ``job``.
 
     Args:
         job: Settings that all runs share.
@@ -226,33 +196,41 @@ def tune(
     """
     trials: list[Result] = []
     jobs: list[Job] = []
+    shared, rate = replace(job, seed=tuning_seed(job)), job.lr_scale
     for text in with_ideal(methods):
 
         def score(job: Job, text: str = text) -> Score:
             trials.append(run(job, Trial(text, budget)))
             return score_of(trials[-1], trials)
 
-        first = replace(job.under(untuned(text)), seed=tuning_seed(job))
-        best = search(first, _axes(text, first), score, budget)
+        first = shared.under(untuned(text))
+        starts = _starts(text, shared, rate, trials)
+        best = search(starts, _axes(text, first.strategy), score, budget)
         jobs += [best, first]
+        rate = reference(trials).job.lr_scale
     return [replace(one, seed=job.seed) for one in dict.fromkeys(jobs)]
 
 
-def search(first: Job, axes: Sequence[Axis], score: Callable[[Job], Score], budget: int) -> Job:
-    """Return the job with the smallest score found by a coordinate search.
+def search(
+    starts: Iterable[Job], axes: Sequence[Axis], score: Callable[[Job], Score], budget: int
+) -> Job:
+    """Return the job with the smallest score found by a coordinate search from the best start.
 
     The search changes one setting after the other. It goes up the axis while the score improves, or
     else down. It repeats this with all settings until none improves the score, or the
     budget is spent. Of jobs with equal scores, the earlier one is better. A value that the method
     refuses ends the search in this direction and costs no trial.
     """
-    scores = {first: score(first)}
-    best, before = first, None
+    scores: dict[Job, Score] = {}
+    for start in starts:
+        if start not in scores:
+            scores[start] = score(start)
+    best, before = min(scores, key=lambda job: scores[job]), None
     while best is not before:
         before = best
         for axis in axes:
             for up in (True, False):
-                start = best
+                before_axis = best
                 while (job := _neighbour(best, axis, up=up)) is not None:
                     if job not in scores:
                         if len(scores) == budget:
@@ -261,7 +239,7 @@ def search(first: Job, axes: Sequence[Axis], score: Callable[[Job], Score], budg
                     if scores[job] >= scores[best]:
                         break
                     best = job
-                if best is not start:
+                if best is not before_axis:
                     break
     return best
 
@@ -277,41 +255,42 @@ class Choice:
         method: The method as the user gave it.
         job: Job of the method's best trial.
         trials: Number of the method's trials.
-        rates: Learning-rate factors of these trials, in ascending order. The other settings of the
-            trials may differ.
+        seconds: Training seconds of the best trial to the target of ``score_of``. None: never.
+        final: Its final metric.
+        untried: Settings of which a neighbouring value was not tried, because the budget ended.
     """
 
     method: str
     job: Job
     trials: int
-    rates: tuple[float, ...]
-
-    @property
-    def rate(self) -> str:
-        """Position of the best learning rate among those tried: inside, at an edge, or fixed."""
-        if _RATE.name in _fixed(self.method):
-            return "fixed"
-        if self.rates[0] < self.job.lr_scale < self.rates[-1]:
-            return "inside the grid"
-        return "edge: the budget ended"
+    seconds: float | None
+    final: float
+    untried: tuple[str, ...]
 
 
 def choices(results: Sequence[Result]) -> list[Choice]:
-    """Return the choice for each method with trials in ``results``, in order of first trials."""
+    """Return the choice for each method with trials in ``results``, in order of first trials.
+
+    If ``results`` have runs with the settings of some trials, one of these was chosen.
+    """
     by_method: dict[str, list[Result]] = {}
     trials = [result for result in results if result.trial is not None]
     for result in trials:
         assert result.trial is not None
         by_method.setdefault(result.trial.method, []).append(result)
-    return [
-        Choice(
-            method,
-            min(tried, key=lambda trial: score_of(trial, trials)).job,
-            len(tried),
-            tuple(sorted({trial.job.lr_scale for trial in tried})),
+    compared = {result.label for result in results if result.trial is None}
+    found = []
+    for method, tried in by_method.items():
+        candidates = [trial for trial in tried if trial.label in compared] or tried
+        best = min(candidates, key=lambda trial: score_of(trial, trials))
+        seconds, jobs = seconds_to_level(best, trials), {trial.job for trial in tried}
+        untried = tuple(
+            axis.name
+            for axis in _axes(method, best.job.strategy)
+            if {_neighbour(best.job, axis, up=up) for up in (True, False)} - {*jobs, None}
         )
-        for method, tried in by_method.items()
-    ]
+        found.append(Choice(method, best.job, len(tried), seconds, best.final, untried))
+    return found
 
 
 def without_trials(results: Sequence[Result]) -> list[Result]:

@@ -1,4 +1,4 @@
-"""Self-clocked averaging of workers that differ in speed and in their number of steps."""
+"""Every update counts once, also of workers that differ in speed and in their number of steps."""
 
 import time
 from dataclasses import dataclass
@@ -10,18 +10,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 import workers
+from cells import nightly
 from loops import attach, sgd
 from offbeat import Compute, Network, simulate
 from problems import flat, make_wide
+from worlds import run
 
-LR, WORKERS = 0.1, 3
+LR, WORKERS, STEPS = 0.1, 3, 24
 TEXTS = {
     "async:schedule=eager,staleness=4": 4,
     "async:schedule=eager,staleness=1": 1,
     "streaming:parts=3,outer_gain=1": 64,
     "streaming:parts=3,outer_gain=1,staleness=5,patience=0": 5,
 }
-"""Strategies, and their bounds on the staleness."""
+"""Self-clocked strategies, and their bounds on the staleness."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,13 @@ def gradient(rank: int, step: int) -> Tensor:
     return torch.randn(flat(make_wide(0)).numel(), generator=generator)
 
 
-def drift(rank: int, size: int, text: str, case: Case, sleep: bool) -> dict[str, Any]:
+def drift(
+    rank: int, size: int, text: str, case: Case, sleep: bool = False, wire: str = "float32"
+) -> dict[str, Any]:
     """Take steps whose gradients do not depend on the model."""
     model = make_wide(seed=rank)
     optimizer, shown = sgd(model, LR), None
-    sync = attach(model, optimizer, text, wire="float32")
+    sync = attach(model, optimizer, text, wire=wire)
     for step in range(case.steps[rank]):
         if step == case.shown:
             with sync.consensus():
@@ -68,8 +72,7 @@ def drift(rank: int, size: int, text: str, case: Case, sleep: bool) -> dict[str,
         optimizer.step()
     details = dict(sync.stats.details)
     sync.finish()
-    shared = sync._iteration.flow.state.shared[0]
-    return {"end": flat(model), "shown": shown, "P": shared, **details}
+    return {"end": flat(model), "shown": shown, "state": sync._iteration.flow.state, **details}
 
 
 def mean_drift(steps: int) -> Tensor:
@@ -80,7 +83,7 @@ def mean_drift(steps: int) -> Tensor:
 
 def check(results: list[dict[str, Any]], text: str, case: Case) -> None:
     for result in results:
-        assert torch.equal(result["P"], results[0]["P"])
+        assert torch.equal(result["state"].shared[0], results[0]["state"].shared[0])
         assert torch.equal(result["end"], results[0]["end"])
         assert max(result["staleness_histogram"]) <= TEXTS[text]
         if TEXTS[text] == 1:  # a second message in a step would have nothing new
@@ -88,7 +91,41 @@ def check(results: list[dict[str, Any]], text: str, case: Case) -> None:
         if case.shown is not None:
             torch.testing.assert_close(result["shown"], mean_drift(12), rtol=0, atol=1e-5)
     if len({*case.steps}) == 1:  # each update counts once
-        torch.testing.assert_close(results[0]["end"], mean_drift(24), rtol=0, atol=1e-5)
+        torch.testing.assert_close(results[0]["end"], mean_drift(STEPS), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8", "int2", *nightly(["bfloat16", "int4"])])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bsp",
+        "local:period=3",
+        "async:staleness=4",
+        "async:staleness=4,schedule=eager",
+        "diloco:period=4,fragments=2,overlap=2,outer_lr=1.0,outer_momentum=0.0",
+        "streaming:parts=3,schedule=cyclic,staleness=4,outer_gain=1",
+    ],
+)
+def test_every_update_counts_once(text: str, wire: str) -> None:
+    """The model moves by the mean of all steps, up to one quantization error.
+
+    Errors do not add up over the launches, because each is part of a later one.
+    """
+    found, *_ = run(drift, text, Case(), False, wire, workers=WORKERS)
+    error = found["end"] - mean_drift(STEPS)
+    # A step of the quantization of an update, in units of its largest value.
+    share = {"float32": 1e-6, "bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7, "int2": 1}[wire]
+    assert float(error.square().mean().sqrt()) <= 2.5 * share * LR
+
+
+def test_pieces_do_not_change_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block of a message at a time and all at once give the same bits."""
+    text = "streaming:parts=2,schedule=cyclic,staleness=4,outer_gain=2"
+    whole = run(drift, text, Case(), False, "int8", workers=WORKERS)
+    monkeypatch.setattr("offbeat.quantization.codecs.PIECE_BLOCKS", 1)
+    pieces = run(drift, text, Case(), False, "int8", workers=WORKERS)
+    for one, same in zip(pieces, whole, strict=True):
+        assert torch.equal(one["end"], same["end"])
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -97,7 +134,7 @@ def test_every_update_counts_once_and_the_bound_is_kept(text: str, case: Case) -
     """P has the same bits on all workers, and the model ends at the mean of all steps."""
 
     def worker() -> dict[str, Any]:
-        return drift(dist.get_rank(), dist.get_world_size(), text, case, False)
+        return drift(dist.get_rank(), dist.get_world_size(), text, case)
 
     compute = Compute("5ms", jitter=0.3, slowdown=dict(enumerate(case.slowdown)))
     for latency in ("100us", "30ms"):  # in the first case messages land during training
@@ -120,7 +157,7 @@ def test_a_worker_out_of_data_counts_for_the_steps_that_it_has_taken() -> None:
 
     def worker() -> dict[str, Any]:
         text = "async:schedule=eager,staleness=4"
-        return drift(dist.get_rank(), dist.get_world_size(), text, case, False)
+        return drift(dist.get_rank(), dist.get_world_size(), text, case)
 
     network = Network("1Gbit/s", latency="10us")
     found = simulate(worker, workers=WORKERS, network=network, compute=Compute("5ms"))

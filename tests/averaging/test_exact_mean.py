@@ -1,7 +1,6 @@
 """x ← mean(x) over the workers, for each tensor in its dtype and in place."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from loops import Recorded, attach, bits, close, everything
+from loops import Recorded, attach, bits, close
 from offbeat.averaging import Replica
 from offbeat.averaging import flat as flat_tensors
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.training.checks.consistency import copy_rank_0
 from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
-from problems import OPTIMIZERS, Simulated, flat, loss_of, make_batch, train_step
+from problems import OPTIMIZERS, Simulated, flat, make_batch, train_step
 from worlds import run, simulated
 
 
@@ -54,160 +53,6 @@ def test_tied_weights_are_averaged_once() -> None:
         close(end, reference.flat()[0])
         assert tied
         assert payload == 4 * 8 * (16 + 4 + 4 + 5) + 5 * 8 * 8
-
-
-def norm_model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
-
-
-def norm_steps(model: nn.Module, rank: int, step: int, no_sync: Any = nullcontext) -> None:
-    """Rank r looks at r + 1 batches a step."""
-    for micro in range(rank + 1):
-        with no_sync() if micro < rank else nullcontext():
-            loss_of(model, make_batch(rank, 10 * step + micro)).backward()
-
-
-BUFFERED = [
-    (offbeat.LocalSGD(period=2), 2),
-    (offbeat.SelSync(delta=0.0), 1),
-    (offbeat.DiLoCo(period=2, outer_lr=0.5, fragments=2), 2),
-    (offbeat.BSP(), 100),  # at the end only
-    (offbeat.SelSync(delta=float("inf")), 100),
-    (offbeat.AsyncAveraging(staleness=100), 100),
-]
-
-
-def batch_norm(rank: int, size: int) -> Any:
-    ends = []
-    for strategy, _ in BUFFERED:
-        model = norm_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        sync = attach(model, optimizer, strategy)
-        trace = []
-        for step in range(5):
-            optimizer.zero_grad()
-            norm_steps(model, rank, step, sync.no_sync)
-            optimizer.step()
-            trace.append(everything(model[1])[2:])
-        with sync.consensus():
-            inside = everything(model[1])[2:]
-        sync.finish()
-        ends.append((trace, inside, everything(model[1])[2:], flat(model)))
-    return ends
-
-
-def test_batch_norm_buffers_are_averaged_and_counters_take_the_maximum() -> None:
-    """Statistics are averaged with the models, also at learning rate 0.
-
-    Counters stay integers, and are exchanged only where all models become the same.
-    """
-    results = run(batch_norm, workers=2)
-    for index, (_, period) in enumerate(BUFFERED):
-        models = [norm_model() for _ in range(2)]
-
-        def average(models: list[nn.Sequential] = models, *, final: bool = False) -> None:
-            for same in zip(*(m[1].buffers() for m in models), strict=True):
-                if same[0].dtype == torch.int64:
-                    value = max(same) if final else None
-                else:
-                    value = sum(same) / 2
-                for buffer in [] if value is None else same:
-                    buffer.copy_(value.clone())
-
-        for step in range(5):
-            for rank, model in enumerate(models):
-                norm_steps(model, rank, step)
-            if step % period == period - 1:
-                average()
-            for rank, result in enumerate(results):
-                for got, want in zip(
-                    result[index][0][step], models[rank][1].buffers(), strict=True
-                ):
-                    close(got.double(), want.double())
-        average(final=True)
-        mean, variance, count = models[0][1].buffers()
-        for result in results:
-            _, inside, end, parameters = result[index]
-            for got in (inside, end):
-                close(got[0], mean)
-                close(got[1], variance)
-                assert got[2].dtype == torch.int64
-                assert int(got[2]) == int(count)
-            assert torch.equal(parameters, flat(norm_model())), "nothing divides by the rate"
-
-
-def unused_layers(rank: int, size: int) -> list[Tensor]:
-    torch.manual_seed(rank)
-    model = nn.ModuleList(nn.Linear(2, 1).double() for _ in range(3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = attach(model, optimizer, offbeat.LocalSGD(period=1))
-    for _ in range(2):
-        optimizer.zero_grad()
-        model[rank](torch.ones(1, 2, dtype=torch.float64)).sum().backward()
-        optimizer.step()
-    sync.finish()
-    return everything(model)
-
-
-def test_unused_layers_that_differ_per_rank_stay_apart() -> None:
-    """A layer without a gradient on a rank is averaged with itself, not with another."""
-    torch.manual_seed(0)
-    start = everything(nn.ModuleList(nn.Linear(2, 1).double() for _ in range(3)))
-    results = run(unused_layers, workers=2)
-    for end in results:
-        for i, (got, begin) in enumerate(zip(end, start, strict=True)):
-            # layer 0 moves on rank 0, layer 1 on rank 1, layer 2 nowhere: −0.1·1/2 a step
-            close(got, begin - (0.1 if i < 4 else 0.0))
-
-
-STRIDED = [offbeat.BSP(), offbeat.LocalSGD(period=1), offbeat.AsyncAveraging(staleness=2)]
-
-
-def strided_values(rank: int, what: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * what + rank)
-    return (
-        torch.randn(4, 3, 2, 2, generator=generator, dtype=torch.float64),
-        torch.randn(3, 5, generator=generator, dtype=torch.float64),
-    )
-
-
-def strided(rank: int, size: int) -> Any:
-    results = []
-    for strategy in STRIDED:
-        model = nn.Module()
-        conv, other = strided_values(rank, 0)
-        model.conv = nn.Parameter(conv.to(memory_format=torch.channels_last))
-        model.other = nn.Parameter(other.t().contiguous().t())
-        parameters = list(model.parameters())
-        strides = [p.stride() for p in parameters]
-        assert not any(p.is_contiguous() for p in parameters)
-        optimizer = torch.optim.SGD(parameters, lr=1.0)
-        sync = attach(model, optimizer, strategy)
-        begin = everything(model)
-        for p, g in zip(parameters, strided_values(rank, 1), strict=True):
-            p.grad = torch.empty_like(p).copy_(g)
-        optimizer.step()
-        with sync.consensus():
-            inside = everything(model)
-        sync.finish()
-        kept = [p.stride() for p in parameters] == strides
-        kept = kept and [p.grad.stride() for p in parameters] == strides
-        results.append((begin, inside, everything(model), kept))
-    return results
-
-
-def test_memory_format_and_strides_are_kept() -> None:
-    """Channels_last and transposed parameters keep strides and get the right values."""
-    start, moves = strided_values(0, 0), [strided_values(rank, 1) for rank in range(2)]
-    for results in run(strided, workers=2):
-        for begin, inside, end, kept in results:
-            assert kept
-            for i in range(2):
-                assert torch.equal(begin[i], start[i])
-                want = start[i] - (moves[0][i] + moves[1][i]) / 2
-                close(inside[i], want)
-                close(end[i], want)
 
 
 # -- the mean by itself ---------------------------------------------------------------------------
@@ -280,7 +125,7 @@ def expected(weights: Sequence[float]) -> dict[str, Tensor]:
 
 
 ROUNDING = {torch.float32: 4e-7, torch.bfloat16: 2**-8, torch.float64: 1e-15}
-STEPS = {"float32": 0.0, "bfloat16": 2**-8, "int8": 1 / 127}
+STEPS = {"float32": 0.0, "int8": 1 / 127}
 
 
 def assert_is(got: dict[str, Tensor], mean: dict[str, Tensor], wire: str = "float32") -> None:
@@ -345,7 +190,7 @@ def trained(rank: int, size: int, text: str, wire: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize(
     "text", ["local:period=2", "streaming:parts=3,schedule=cyclic,staleness=2,outer_gain=1"]
 )
@@ -356,6 +201,7 @@ def test_a_mean_of_training_is_near_it_over_every_wire(text: str, wire: str) -> 
     for rank, result in enumerate(results):
         assert_is(result, mean, wire)
         for name, own in Kinds(rank).state_dict().items():
+            assert result[name].stride() == own.stride()
             if name not in mean:
                 assert torch.equal(result[name], own), name
             elif text.startswith("local") and wire == "float32":

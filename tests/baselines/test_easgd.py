@@ -98,42 +98,24 @@ def test_synchronous_is_equations_3_and_4(
         close(one["end"], end)
 
 
-@pytest.mark.parametrize(
-    ("kind", "period", "steps"),
-    [("sgd", 1, 8), ("sgd", 3, 12), ("sgd", 5, 12), ("nesterov", 1, 12), ("nesterov", 4, 12)],
-)
-def test_one_worker_asynchronously_is_algorithm_1(kind: str, period: int, steps: int) -> None:
-    """Compares with the recursion, also for remaining steps at the end. α is 0.9 for one worker.
+def play(
+    order: Sequence[int], size: int, period: int, alpha: float, momentum: float
+) -> tuple[list[list[Tensor]], Tensor, Tensor]:
+    """Reference of asynchronous EASGD, algorithm 1, with one step at a time, in ``order``.
 
     With Nesterov's momentum it is EAMSGD in PyTorch's form: v ← μv + g, x ← x − η(g + μv). An
     exchange does not change v.
     """
-    x = flat(make_model(seed=0))
-    z, v, want = x.clone(), torch.zeros_like(x), []
-    for step in range(steps):
-        g = gradient_at(x, 0, step)
-        v = 0.9 * v + g
-        d = 0.9 * (x - z) if (step + 1) % period == 0 else 0.0
-        x, z = x - RATE * (g + 0.9 * v if kind == "nesterov" else g) - d, z + d
-        want.append(x)
-    (one,) = run(train, EASGD(period=period), kind, [steps], workers=1)
-    for got, expected in zip(one["trace"], want, strict=True):
-        close(got, expected)
-    close(one["seen"], z)
-    close(one["end"], z + 0.9 * (x - z))
-
-
-def play(
-    order: Sequence[int], size: int, period: int, alpha: float
-) -> tuple[list[list[Tensor]], Tensor, Tensor]:
-    """Reference of asynchronous EASGD with one step at a time, in ``order``."""
     xs = [flat(make_model(seed=0)) for _ in range(size)]
+    vs = [torch.zeros_like(x) for x in xs]
     z = xs[0].clone()
     trace: list[list[Tensor]] = [[] for _ in range(size)]
     for rank in order:
         step = len(trace[rank])
         first = xs[rank]
-        xs[rank] = first - RATE * gradient_at(first, rank, step)
+        g = gradient_at(first, rank, step)
+        vs[rank] = momentum * vs[rank] + g
+        xs[rank] = first - RATE * (g + momentum * vs[rank])
         if (step + 1) % period == 0:
             d = alpha * (first - z)
             xs[rank], z = xs[rank] - d, z + d
@@ -147,15 +129,18 @@ def play(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("servers", [None, (2,)], ids=str)
-@pytest.mark.parametrize(("period", "alpha"), [(1, 0.2), (2, None), (4, 0.5)])
+@pytest.mark.parametrize(
+    ("kind", "period", "alpha"),
+    [("sgd", 1, 0.2), ("sgd", 2, None), ("nesterov", 1, 0.2), ("nesterov", 4, 0.5)],
+)
 def test_asynchronous_workers_exchange_one_at_a_time(
-    period: int, alpha: float | None, servers: tuple[int, ...] | None
+    kind: str, period: int, alpha: float | None, servers: tuple[int, ...] | None
 ) -> None:
     """Each worker uses the current z without waiting, and finish pushes the remaining steps."""
     steps, paces = (13, 9, 6), (1.0, 1.37, 2.1)
     strategy = EASGD(period=period, alpha=alpha, servers=servers)
     result = simulate(
-        lambda: train(dist.get_rank(), 3, strategy, "sgd", steps),
+        lambda: train(dist.get_rank(), 3, strategy, kind, steps),
         workers=3,
         network=FAST,
         compute=Compute(0.01, slowdown=dict(enumerate(paces))),
@@ -165,7 +150,7 @@ def test_asynchronous_workers_exchange_one_at_a_time(
     ]
     order = [rank for _, rank in sorted(moments)]
     alpha = 0.3 if alpha is None else alpha
-    trace, before, after = play(order, 3, period, alpha)
+    trace, before, after = play(order, 3, period, alpha, 0.9 * (kind == "nesterov"))
     for rank, one in enumerate(result.results):
         for got, want in zip(one["trace"], trace[rank], strict=True):
             close(got, want)

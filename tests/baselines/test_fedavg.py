@@ -244,38 +244,3 @@ def test_buffers_are_averaged_with_the_models(unselected: str) -> None:
             want = torch.cat([want[:-1], before[n][-1:]])  # num_batches_tracked comes last
             torch.testing.assert_close(result["after"][i], want, rtol=1e-6, atol=1e-6)
     assert [result["counted"] for result in results] == [12] * 3, "rank 2 has seen the most"
-
-
-BAD_STEP = 2  # the third step
-
-
-def one_is_nan(rank: int, size: int, strategy: FedAvg, bad: int, non_finite: str) -> Any:
-    model, optimizer, sync = start(rank, strategy, non_finite=non_finite)
-    text = ""
-    try:
-        for step in range(8):
-            x, y = make_batch(rank, step)
-            take_step(model, optimizer, (x * math.nan if (rank, step) == (bad, BAD_STEP) else x, y))
-    except offbeat.OffbeatError as error:
-        text = str(error)
-    step = sync.step
-    sync.detach()
-    return text, step, bool(flat(model).isfinite().all()), sync.stats.details.get("non_finite", 0)
-
-
-def test_only_drawn_workers_are_checked_for_non_finite_values() -> None:
-    """A worker that is not drawn sends nothing. The round in which it is drawn raises."""
-    strategy = FedAvg(period=1, fraction=0.34)  # one worker in a round
-    draws = drawn_by(strategy, 3, 8)
-    for bad in range(3):
-        rounds = [i for i, draw in enumerate(draws) if bad in draw and i >= BAD_STEP]
-        results = run(one_is_nan, strategy, bad, "raise", workers=3)
-        for rank, (text, step, finite, found) in enumerate(results):
-            if rounds:
-                want = f"rank {bad} would contribute NaN or infinity to the mean at step "
-                assert text.startswith(f"{want}{rounds[0] + 1};")
-                assert step == rounds[0], "completed steps"
-            else:
-                assert text == ""
-            assert finite == (rank != bad)
-            assert found == (rank == bad and bool(rounds))

@@ -1,4 +1,4 @@
-"""SparseLoCo: its messages, their bytes, and buffers."""
+"""SparseLoCo: its messages and their bytes."""
 
 import math
 
@@ -10,8 +10,6 @@ from torch import Tensor
 from loops import close
 from offbeat_lab.baselines.sparseloco import SparseVectors
 from strategies.sparse_references import largest_in_two_bits
-
-# -- messages of SparseLoCo ------------------------------------------------------------------------
 
 
 def read(message: Tensor, elements: int, kept: int) -> list[float]:
@@ -63,6 +61,3 @@ def test_a_message_holds_the_largest_entries_of_each_chunk(
 def test_zeros_are_sent_as_zeros() -> None:
     vectors = SparseVectors(100, 0.1)
     assert not vectors.sum([vectors.encode(torch.zeros(100))], torch.float32).any()
-
-
-# -- larger models ---------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import offbeat
 import workers
 import worlds
-from loops import all_numbers, attach, error_of, sgd
+from loops import all_numbers, attach, error_of, sgd, start
 from offbeat.checkpoint.files import Files, read
 from offbeat.checkpoint.worker_state import FORMAT, WorkerState
 from offbeat.data import LeasedSampler
@@ -37,7 +37,7 @@ ROWS = [
     ("async:staleness=4,outer_momentum=0.5", "float32"),
     ("streaming:parts=3,schedule=cyclic,staleness=4", "int8"),
     ("bsp", "int8"),
-    ("selsync:target_lssr=0.5,flags=deferred", "float32"),
+    ("selsync:target_lssr=0.5", "float32"),
 ]
 """Every strategy is saved and resumed in tests/strategies/test_conformance.py."""
 
@@ -269,88 +269,68 @@ def test_without_a_complete_checkpoint_nothing_is_loaded(tmp_path: Path) -> None
 
 
 def killed(rank: int, size: int, folder: Path, moment: str) -> str:
-    """Rank 1 is killed while it writes its second checkpoint."""
-    model = make_model(rank)
-    sync = attach(model, sgd(model), "local:period=2")
-    offbeat.save(folder, sync)
-    loss_of(model, make_batch(rank, 0)).backward()
-    sync_of = sync._worker.optimizers[0].optimizer
-    sync_of.step()
+    """Rank 1 is killed while it writes a checkpoint, the first or the second one."""
+    model, optimizer, sync = start(rank, "local:period=2")
+    if moment != "in the first file":
+        offbeat.save(folder, sync)
+        train_step(model, optimizer, make_batch(rank, 0))
     if rank == 1:
 
         def die(*args: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        if moment == "in the file":  # half-way through the bytes
-            torch.save = lambda contents, file: (file.write(b"PK" * 99), file.flush(), die())
+        def write(contents: Any, file: Any) -> None:  # half-way through the bytes
+            until(lambda: len(list(folder.glob(".*.partial"))) == size)
+            file.write(b"PK" * 99)
+            file.flush()
+            die()
+
+        def rename(*args: Any) -> None:  # rank 0's has its name, and is the only one left
+            until(lambda: [path.name for path in folder.glob("*.rank0.pt")] == ["step-1.rank0.pt"])
+            die()
+
+        if moment.startswith("in"):
+            torch.save = write
         elif moment == "before its name":
-
-            def die_later(*args: Any) -> None:  # rank 0's has its name, and is the only one left
-                while [path.name for path in folder.glob("*.rank0.pt")] != ["step-1.rank0.pt"]:
-                    time.sleep(0.001)
-                die()
-
-            Path.replace = die_later  # type: ignore[method-assign,assignment]
+            Path.replace = rename  # type: ignore[method-assign,assignment]
         else:
             Path.unlink = die  # type: ignore[method-assign,assignment]
     kinds, _ = error_of(lambda: offbeat.save(folder, sync, keep=1))
     return kinds[0] if kinds else ""
 
 
-def found_after(rank: int, size: int, folder: Path) -> int:
-    model = make_model(rank)
-    sync = attach(model, sgd(model), "local:period=2")
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+def found_after(rank: int, size: int, folder: Path) -> int | None:
+    _, _, sync = start(rank, "local:period=2")
     found = offbeat.load(folder, sync)
-    assert found is not None
     offbeat.save(folder, sync, keep=1)
-    return found.step
+    return None if found is None else found.step
 
 
 @pytest.mark.parametrize(
-    ("moment", "step"), [("in the file", 0), ("before its name", 1), ("while others go", 1)]
+    ("moment", "step"),
+    [
+        *(("in the first file", None), ("in the second file", 0)),
+        *(("before its name", 1), ("while others go", 1)),
+    ],
 )
 def test_a_killed_writer_leaves_this_checkpoint_or_the_one_before(
-    moment: str, step: int, tmp_path: Path
+    moment: str, step: int | None, tmp_path: Path
 ) -> None:
-    """With keep=1 the old one is deleted only when the new one is on the disks of all workers."""
+    """With keep=1 the old one is deleted only when the new one is on the disks of all workers.
+
+    If the first one is not complete, a restart starts from scratch: no checkpoint was lost.
+    """
     (error, _) = workers.run(killed, tmp_path, moment, workers=2, may_die=(1,))
-    assert (error == "CommunicationError") == (step == 0)
+    assert (error == "CommunicationError") == (step != 1)
     assert run(found_after, tmp_path, workers=2) == [step, step]
     names = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".damaged")}
-    again = "-1"  # the same step once more
-    assert names == {f"step-{step}{again}.rank{rank}.pt" for rank in range(2)}
-
-
-def killed_at_first(rank: int, size: int, folder: Path) -> list[str]:
-    """Rank 1 is killed while it writes the first checkpoint; the others have written theirs."""
-    model = make_model(rank)
-    sync = attach(model, sgd(model), "local:period=2")
-    if rank == 1:
-
-        def die(contents: Any, file: Any) -> None:
-            while len(list(folder.glob(".*.partial"))) < size - 1:
-                time.sleep(0.001)
-            file.write(b"PK" * 99)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        torch.save = die
-    return error_of(lambda: offbeat.save(folder, sync))[0]
-
-
-def none_yet(rank: int, size: int, folder: Path) -> bool:
-    model = make_model(rank)
-    sync = attach(model, sgd(model), "local:period=2")
-    found = offbeat.load(folder, sync)
-    offbeat.save(folder, sync)
-    return found is None
-
-
-def test_a_first_checkpoint_that_was_not_written_by_all_is_ignored(tmp_path: Path) -> None:
-    """A restart starts from scratch: no checkpoint was lost."""
-    first, _, last = workers.run(killed_at_first, tmp_path, workers=3, may_die=(1,))
-    assert (first[0], last[0]) == ("CommunicationError", "CommunicationError")
-    assert run(none_yet, tmp_path, workers=3) == [True] * 3
-    assert {path.name for path in tmp_path.iterdir()} == {f"step-0.rank{r}.pt" for r in range(3)}
+    own = "step-0" if step is None else f"step-{step}-1"  # the same step once more
+    assert names == {f"{own}.rank{rank}.pt" for rank in range(2)}
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -659,21 +639,13 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
         [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)],
         [3],
     ),
-    "restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "warm-up": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.25, total_iters=5),
-}
-KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adagrad": torch.optim.Adagrad,
-    "rprop": torch.optim.Rprop,
-    "rmsprop": torch.optim.RMSprop,
-    "adafactor": torch.optim.Adafactor,
 }
 
 
-def scheduled(rank: int, size: int, schedule: str, kind: str, folder: Path, resumes: bool) -> Any:
+def scheduled(rank: int, size: int, schedule: str, folder: Path, resumes: bool) -> Any:
     model = make_model(rank + resumes)
     halves = [[*model[0].parameters()], [*model[2].parameters(), *model[3].parameters()]]
-    optimizers = [torch.optim.SGD(halves[0], lr=0.1), KINDS[kind](halves[1])]
+    optimizers = [torch.optim.SGD(halves[0], lr=0.1), torch.optim.Adafactor(halves[1])]
     schedules = [SCHEDULES[schedule](one) for one in optimizers]
     sync = attach(model, optimizers, "local:period=2")
     if resumes:
@@ -697,46 +669,13 @@ def scheduled(rank: int, size: int, schedule: str, kind: str, folder: Path, resu
     return torch.stack(trace)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "kind"),
-    [(name, [*KINDS][i % len(KINDS)]) for i, name in enumerate(SCHEDULES)],
-)
-def test_schedules_and_optimizers_are_saved(schedule: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_and_optimizers_are_saved(schedule: str, tmp_path: Path) -> None:
     """Several kinds, and several objects. torch.load reads their states without pickles."""
-    plain = run(scheduled, schedule, kind, tmp_path, False, workers=2)
-    resumed = run(scheduled, schedule, kind, tmp_path, True, workers=2)
+    plain = run(scheduled, schedule, tmp_path, False, workers=2)
+    resumed = run(scheduled, schedule, tmp_path, True, workers=2)
     for got, want in zip(resumed, plain, strict=True):
         assert torch.equal(got, want[4:])
-
-
-def over_and_again(rank: int, size: int, text: str, folder: Path) -> Any:
-    """Save at step 4, train two more steps, and load step 4."""
-    model = make_wide(rank, norm=True)
-    sync = attach(model, optimizer := sgd(model), text, wire=None)
-    seen = []
-    for step in range(6):
-        train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
-        if step == 3:
-            offbeat.save(folder, sync)
-            seen.append(all_numbers(model))
-    found = offbeat.load(folder, sync)
-    seen.append(all_numbers(model))
-    for step in range(3):
-        train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
-    step = sync.step
-    offbeat.save(folder, sync)
-    sync.finish()
-    return found.step, step, torch.stack(seen), all_numbers(model)
-
-
-@pytest.mark.parametrize("text", ["streaming", "async:schedule=eager"])
-def test_processes_save_and_load_while_training(text: str, tmp_path: Path) -> None:
-    """On real processes, with everything that is in flight at that moment."""
-    results = workers.run(over_and_again, text, tmp_path, workers=2)
-    for found, step, (saved, loaded), end in results:
-        assert (found, step) == (4, 7)
-        assert torch.equal(saved, loaded)
-        assert torch.equal(end, results[0][3])
 
 
 def test_a_file_is_on_the_disk_before_it_is_renamed(

@@ -26,11 +26,9 @@ from cli.commands import (
     started,
     training,
     until,
-    workers_writing,
 )
 from offbeat.cli import INTERRUPTED
 from offbeat_lab.cli import progress, runs
-from offbeat_lab.events import Event, Step
 from offbeat_lab.launch.cluster import Cluster, run_cleanup
 from pages import code_on
 
@@ -130,24 +128,6 @@ print([open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc
     assert "gloo" not in out.splitlines()[-1]
 
 
-@pytest.mark.nightly
-def test_a_run_joins_torchrun() -> None:
-    """Under torchrun each process is one worker; rank 0 alone prints."""
-    code, out, err = ended(
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "offbeat.cli", "compare", "digits", "-s", "selsync:delta=0.3"),
-        *("--epochs", "0.2", "--evaluations", "5"),
-    )
-    assert code == 0, err
-    assert "Traceback" not in err
-    lines = out.splitlines()
-    told = "selsync:delta=0.3  step "
-    steps = [int(line.split()[2].rstrip(",")) for line in lines if line.startswith(told)]
-    assert steps == list(range(1, 6))
-    assert sum("LSSR" in line for line in lines) == 1
-    assert re.search(r"2 workers \(real processes\), torchrun, gloo", one_line(out))
-
-
 def test_a_run_is_told_while_it_trains(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines with loss, waiting, sent data and time left."""
     for name in ("_LINE_SECONDS", "_LEAST_SECONDS"):
@@ -156,28 +136,6 @@ def test_a_run_is_told_while_it_trains(call: Call, monkeypatch: pytest.MonkeyPat
     assert (code, err) == (0, "")
     line = r"bsp  step \d of 5, loss \S+, waiting \d+%, sending \S+ [kM]bit/s, \S+ so far, about 0:"
     assert re.search(line, out, re.MULTILINE)
-
-
-@needs_proc
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_killed_worker_is_named(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, victim: int
-) -> None:
-    """A worker killed in the middle: exit code 1, one line with its rank, no worker left."""
-    log = tmp_path / "run.jsonl"
-    pids: dict[int, int] = {}
-
-    def kill(bar: progress.Bar, event: Event) -> None:
-        if isinstance(event, Step) and not pids:
-            pids.update(workers_writing(log))
-            os.kill(pids[victim], signal.SIGKILL)
-
-    monkeypatch.setattr(progress.Bar, "event", kill)
-    argv = ("--workers", "2", "--epochs", "1", "--records", str(log))
-    code, _, err = call("compare", "digits", *argv)
-    assert (code, err) == (1, f"error: worker {victim} was ended by SIGKILL\n")
-    assert sorted(pids) == [0, 1]
-    assert not [pid for pid in pids.values() if alive(pid)]
 
 
 @needs_proc

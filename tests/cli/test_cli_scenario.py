@@ -92,37 +92,3 @@ def test_deaths_and_joins_are_refused_under_a_launcher(
     code, _, err = call(*argv, "--scenario", str(written(MEMBERS, tmp_path)))
     assert code != 0
     assert "--scenario with deaths or joins: start offbeat without a launcher" in one_line(err)
-
-
-def test_real_workers_die_and_join(call: Call, tmp_path: Path) -> None:
-    """60 batches of 50 ms: by two workers until 0.5 s, by one until 1 s, by two again.
-
-    At 1 s, 30 batches are left to the ideal. BSP loses time when a worker dies or joins.
-    """
-    text = MEMBERS.replace("50ms", "500ms").replace("100ms", "1s")
-    argv = ("compare", "digits", "-s", "bsp", "-s", "ideal", "--workers", "2")
-    argv = (*argv, "--max-steps", "30", "--evaluations", "3", "--step-time", "50ms")
-    argv = (*argv, "--partition", "leased", "--scenario", str(written(text, tmp_path)))
-    code, out, err = call(*argv, "--output", str(tmp_path / "a"))
-    assert (code, err) == (0, "")
-    assert "scenario of 2 events" in one_line(out)
-    lines = (tmp_path / "a" / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    bsp, ideal = map(json.loads, lines)
-    assert ideal["points"][-1]["seconds"] == pytest.approx(1 + 30 / 2 * 0.05)
-    for one in bsp, ideal:
-        assert [point["step"] for point in one["points"]] == [10, 20, 30]
-    assert 1.75 < bsp["points"][-1]["seconds"] < 6
-    assert ["late_steps" in one["details"] for one in bsp["stats"]] == [True, True, True]
-
-
-@pytest.mark.quiet
-def test_real_workers_follow_the_speeds(call: Call, tmp_path: Path) -> None:
-    """Worker 1 takes steps of 200 ms, not 50 ms, from the start."""
-    path = written(SLOWER.replace('"50ms"', "0"), tmp_path)
-    argv = ("compare", "digits", "-s", "local:period=100", *SHORT, "--step-time", "50ms")
-    code, _, err = call(*argv, "--scenario", str(path), "--output", str(tmp_path / "a"))
-    assert (code, err) == (0, "")
-    (line,) = (tmp_path / "a" / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    usual, slow = (one["compute_seconds"] for one in json.loads(line)["stats"])
-    assert usual >= 0.95 * 6 * 0.05
-    assert slow >= 0.95 * 6 * 0.2

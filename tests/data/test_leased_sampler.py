@@ -1,9 +1,6 @@
 """LeasedSampler in training: shares, waits, deaths, checkpoints, loaders with processes."""
 
-import json
 import multiprocessing
-import os
-import signal
 import threading
 import time
 from collections import Counter, defaultdict
@@ -19,7 +16,6 @@ from typing_extensions import override
 
 import offbeat
 from cells import some
-from gathered import gather_in_order, store
 from loops import sgd
 from offbeat import Compute, Network, simulate
 from offbeat.data import LeasedLoader, LeasedSampler
@@ -41,7 +37,6 @@ STRATEGIES = [
     "bsp",
     "local:period=4",
     "selsync:target_lssr=0.5",
-    "selsync:delta=0.05,aggregate=gradients",
     "async:schedule=eager",
     "diloco:period=4",
     "fedavg:period=4,fraction=0.5",
@@ -161,13 +156,16 @@ ONCE = Counter((epoch, sample) for epoch in range(3) for sample in range(SAMPLES
 
 @pytest.mark.parametrize("strategy", some(STRATEGIES, 0, 1, 2, 4))
 def test_every_sample_is_used_once_in_each_epoch(strategy: str) -> None:
-    """Also with strategies that keep the workers in lock step, and with a slow worker."""
+    """Also with a slow worker. In lock step it takes as many, up to a chunk in each epoch."""
     results = simulated(lambda: lease(strategy), slowdown={3: 2.0}).results
     assert used_by(results) == ONCE
     for each in results:
         assert torch.equal(each["model"], results[0]["model"])
         assert each["repeated"] == 0
         assert each["progress"] == pytest.approx([1, 2, 3], abs=0.15)
+    steps = [each["steps"] for each in results]
+    own_speed = strategy.partition(":")[0] in ("streaming", "async", "downpour")
+    assert (max(steps) - min(steps) > 15) == own_speed, (strategy, steps)
 
 
 def test_a_slow_worker_takes_less_and_nobody_waits() -> None:
@@ -188,17 +186,6 @@ def test_a_slow_worker_takes_less_and_nobody_waits() -> None:
     assert max(each["wait"] for each in results) == pytest.approx(11 * 0.0002)
 
 
-def test_equal_runs_have_equal_results() -> None:
-    """In virtual time, to the bit."""
-    first, second = (
-        simulated(lambda: lease(epochs=2), jitter=0.3, slowdown={0: 1.7}) for _ in range(2)
-    )
-    assert first.to_json() == second.to_json()
-    for one, two in zip(first.results, second.results, strict=True):
-        assert one["used"] == two["used"]
-        assert torch.equal(one["model"], two["model"])
-
-
 def test_a_slow_store_does_not_delay_the_training() -> None:
     """A lease takes ten steps: chunks become longer, and more batches are kept in hand."""
 
@@ -211,31 +198,6 @@ def test_a_slow_store_does_not_delay_the_training() -> None:
     assert used_by(results) == Counter((e, s) for e in range(20) for s in range(SAMPLES))
     # 387 steps of 10 ms. The leases of the first epoch have shorter chunks.
     assert max(each["clock"] for each in results) < 3.87 * 1.6  # without longer chunks: 60
-
-
-def test_a_schedule_may_follow_the_progress(caplog: pytest.LogCaptureFixture) -> None:
-    """Workers with equally many steps may then have different rates, which is no mistake."""
-
-    def worker() -> list[float]:
-        own, rates = Worker(), []
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            own.optimizer, lambda _: 1 - own.sampler.progress
-        )
-        for _ in own.batches(1):
-            schedule.step()
-            rates.append(schedule.get_last_lr()[0])
-            if own.sync.step == 10:
-                with own.sync.consensus():
-                    pass
-        own.sync.finish()
-        return rates
-
-    results = simulated(worker, slowdown={1: 2.0}).results
-    assert len({rates[9] for rates in results}) > 1
-    for rates in results:
-        assert rates == sorted(rates, reverse=True)
-        assert rates[-1] == pytest.approx(0, abs=0.001)
-    assert not caplog.records
 
 
 def test_the_number_of_batches_can_be_limited() -> None:
@@ -332,8 +294,8 @@ def test_different_settings_are_found(name: str) -> None:
         simulated(worker, workers=2)
 
 
-class LostBoard(LocalStore):
-    """A store whose store has ended."""
+class LostStore(LocalStore):
+    """A store that has ended."""
 
     def lost(self, key: str, value: Any) -> Any:
         raise RuntimeError("Connection reset by peer\nException raised from …")
@@ -341,8 +303,8 @@ class LostBoard(LocalStore):
     put = add = lost
 
 
-class SilentBoard(LocalStore):
-    """A store whose store does not answer."""
+class SilentStore(LocalStore):
+    """A store that does not answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +324,7 @@ def loader_with(store: LocalStore, **options: Any) -> LeasedLoader:
 
 def test_a_lost_store_is_named() -> None:
     """When the next chunk is needed, and at the end of an epoch of elastic training."""
-    loader = loader_with(LostBoard())
+    loader = loader_with(LostStore())
     for _ in range(2):
         with pytest.raises(CommunicationError, match=LOST):
             next(iter(loader))
@@ -372,7 +334,7 @@ def test_a_lost_store_is_named() -> None:
         loader = loader_with(LocalStore(), elastic=True)
         with pytest.raises(CommunicationError, match=LOST):  # noqa: PT012
             for _ in loader:
-                loader.sampler._leases._store = LostBoard()
+                loader.sampler._leases._store = LostStore()
         loader.sampler.sync.detach()
 
     simulated(worker, workers=1)
@@ -382,7 +344,7 @@ LOST = r"^rank 0: leasing data failed: the store .* \(Connection reset by peer\)
 
 
 def test_a_silent_store_raises_a_timeout() -> None:
-    store = SilentBoard()
+    store = SilentStore()
     loader = loader_with(store, timeout_seconds=0.2)
     text = "rank 0: leasing data failed: .* has not answered within timeout_seconds=0.2"
     with pytest.raises(CommunicationTimeout, match=text):
@@ -446,29 +408,22 @@ def test_elastic_training_without_losses_uses_every_sample_once(strategy: str) -
     assert used_by([record[4]])
 
 
-@pytest.mark.parametrize("strategy", some(ELASTIC, 0, 3))
-def test_the_others_train_on_what_a_killed_worker_has_left(strategy: str) -> None:
-    """At any time, also while the others wait at the end of an epoch, and in ``finish``."""
+@pytest.mark.parametrize("strategy", some(ELASTIC, 0, 2, 3))
+def test_the_others_train_on_what_killed_workers_have_left(strategy: str) -> None:
+    """At any time, also while the others wait at the end of an epoch, and in ``finish``.
+
+    Worker 2 is killed, and soon after it worker 1, while the others take over and one joins.
+    """
     _, undisturbed = elastic(strategy)
     end = max(each["ended"] for each in undisturbed)
     repeated = 0
-    for number in range(TIMES):
-        at = 0.02 + end * number / TIMES
-        repeated += check_use(*elastic(strategy, Kill(worker=2, at=at)))
-    assert 0 < repeated < 40 * TIMES
-
-
-@pytest.mark.parametrize("strategy", some(ELASTIC, 1, 2))
-def test_workers_may_be_lost_while_they_take_over(strategy: str) -> None:
-    """And others join meanwhile. Worker 2 is killed, and soon after it worker 1."""
-    _, undisturbed = elastic(strategy)
-    end = max(each["ended"] for each in undisturbed)
     for number in range(TIMES):
         at = 0.02 + (end - 0.1) * number / TIMES
         faults = Kill(worker=2, at=at), Kill(worker=1, at=at + 0.015), Join(at=at + 0.01)
         record, alive = elastic(strategy, *faults)
         assert len(alive) == 3
-        check_use(record, alive)
+        repeated += check_use(record, alive)
+    assert 0 < repeated < 80 * TIMES
 
 
 def train_with_consensus(epochs: int = 6) -> dict[str, Any]:
@@ -492,38 +447,6 @@ def test_a_worker_that_joins_starts_from_the_epoch_of_the_others(at: float) -> N
     assert all(joined["used"][epoch] for epoch in range(joined["first"] + 1, 6))
     for epoch, mean in joined["means"].items():
         assert torch.equal(mean, results[0]["means"][epoch])
-
-
-def train_and_die(rank: int, size: int) -> Any:
-    """Rank 1 is killed in the middle of the second epoch; a newcomer joins."""
-    gather_in_order(rank, size)
-    kept = store()
-    if rank == size:
-        kept.wait(["died"])
-    worker = Worker(timeout_seconds=20)
-    for epoch in worker.batches(4):
-        time.sleep(0.003)
-        if rank == 1 and epoch == 1 and len(worker.used[1]) >= 30:
-            kept.set("used", json.dumps(worker.used))
-            kept.set("died", "")
-            os.kill(os.getpid(), signal.SIGKILL)
-    return worker.finish(dead={"used": json.loads(kept.get("used"), object_hook=by_epoch)})
-
-
-def by_epoch(read: dict[str, Any]) -> dict[int, Any]:
-    return {int(epoch): samples for epoch, samples in read.items()}
-
-
-def test_no_sample_is_lost_when_a_real_worker_dies() -> None:
-    """Its chunk is used again by others, over a TCPStore. The newcomer takes chunks, too."""
-    results = on_processes(train_and_die, workers=3, newcomers=1, may_die=(1,))
-    alive = [each for each in results if each is not None]
-    assert len(alive) == 3
-    counts = used_by([*alive, alive[0]["dead"]])
-    assert counts.keys() == {(e, s) for e in range(4) for s in range(SAMPLES)}
-    extra = sum(counts.values()) - 4 * SAMPLES
-    assert 0 <= extra <= sum(each["repeated"] for each in alive) <= SAMPLES
-    assert used_by([results[3]])
 
 
 def leave_the_loop(strategy: str, kind: str) -> dict[str, Any]:

@@ -1,10 +1,8 @@
-"""Leased data and a slow worker: what the steps of a worker count, and evaluations.
+"""Leased data and a slow worker: what the steps of a worker count.
 
-These are the sections "Unequal numbers of steps" of docs/strategies.md and "Evaluate while the
-others train" of docs/data.md.
+This is the section "Unequal numbers of steps" of docs/strategies.md.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,35 +10,21 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from cells import some
-from offbeat import Compute, Network, Simulation, simulate
+from offbeat import Compute, Network, simulate
 from offbeat.data import LeasedLoader, LeasedSampler
 from offbeat_lab.baselines import STRATEGIES
 
 WORKERS, BATCHES, LR = 4, 140, 0.01
-STEP_SECONDS = 0.010
 OWN_SPEED = [
     "streaming:outer_gain=1",
     "async:schedule=eager",
     "downpour",
     "easgd:period=2",
 ]
-LOCK_STEP = [
-    "bsp",
-    "local:period=4",
-    "selsync:delta=0.1",
-    "async:staleness=4",
-    "streaming:schedule=cyclic,staleness=4",
-    "diloco:period=4",
-    "fedavg:period=4",
-    "sparseloco:period=4",
-    "powersgd",
-]
 SSP = "ssp:staleness=5"
-AfterStep = Callable[[Any, LeasedSampler], None]
 
 
-def train(strategy: str, after_step: AfterStep = lambda sync, sampler: None) -> Any:
+def train(strategy: str) -> Any:
     """Return this worker's steps and the final model, divided by the learning rate.
 
     Worker w has the constant gradient e_w, the unit vector. So element w of the model shows how
@@ -56,33 +40,24 @@ def train(strategy: str, after_step: AfterStep = lambda sync, sampler: None) -> 
         optimizer.zero_grad()
         model.weight[sync.rank].sum().backward()
         optimizer.step()
-        after_step(sync, sampler)
     sync.finish()
     return sync.step, (model.weight.detach().flatten() / -LR).tolist()
 
 
-def simulated(worker: Callable[[], Any]) -> Simulation:
-    """Run ``worker`` on four workers, of which the last one has half the speed."""
-    return simulate(
-        worker,
+def run(strategy: str) -> tuple[list[int], list[float]]:
+    """Train on four workers, of which the last one has half the speed.
+
+    Returns:
+        The steps of each worker, and the final model divided by the learning rate.
+    """
+    results = simulate(
+        lambda: train(strategy),
         workers=WORKERS,
         network=Network("1Gbit/s", latency="100us"),
-        compute=Compute(STEP_SECONDS, slowdown={3: 2.0}),
-    )
-
-
-def run(strategy: str) -> tuple[list[int], list[float]]:
-    """Return the steps of each worker, and the final model divided by the learning rate."""
-    results = simulated(lambda: train(strategy)).results
+        compute=Compute("10ms", slowdown={3: 2.0}),
+    ).results
     assert sum(steps for steps, _ in results) == BATCHES
     return [steps for steps, _ in results], results[0][1]
-
-
-# -- unequal numbers of steps ------------------------------------------------------------------
-
-
-def test_all_strategies_have_a_line() -> None:
-    assert {text.partition(":")[0] for text in (*OWN_SPEED, *LOCK_STEP, SSP)} == {*STRATEGIES}
 
 
 @pytest.mark.parametrize("strategy", OWN_SPEED)
@@ -100,53 +75,7 @@ def test_a_slow_worker_takes_half_as_many_steps(strategy: str) -> None:
         assert moved == pytest.approx([one / WORKERS for one in steps], rel=exact)
 
 
-@pytest.mark.parametrize("strategy", some(LOCK_STEP, 1, 3, 4))
-def test_in_lock_step_the_shares_are_equal(strategy: str) -> None:
-    steps, _ = run(strategy)
-    assert max(steps) - min(steps) <= 5
-
-
 def test_ssp_ends_in_lock_step() -> None:
     steps, moved = run(SSP)
     assert 3 <= max(steps) - min(steps) <= 5 + 4
     assert moved == pytest.approx([one / WORKERS for one in steps], rel=1e-6)
-
-
-# -- evaluations -------------------------------------------------------------------------------
-
-EVALUATIONS, EVALUATED = 3, 3  # number of evaluations, and of batches in each
-
-
-def evaluating(*, in_consensus: bool) -> AfterStep:
-    """Rank 0 evaluates a batch after each of its steps, or all of them in a consensus.
-
-    A batch takes as long as a step.
-    """
-    begun = left = 0
-
-    def after_step(sync: Any, sampler: LeasedSampler) -> None:
-        nonlocal begun, left
-        sleep = sync._team.host.sleep
-        if begun < EVALUATIONS and sampler.progress > (begun + 1) / (EVALUATIONS + 2):
-            begun, left = begun + 1, EVALUATED * (sync.rank == 0)
-            if in_consensus:
-                with sync.consensus():
-                    sleep(left * STEP_SECONDS, "an evaluation")
-                left = 0
-        if left:
-            sleep(STEP_SECONDS, "an evaluation")
-            left -= 1
-
-    return after_step
-
-
-def test_an_evaluation_between_steps_makes_no_worker_wait() -> None:
-    """The others take over samples. A consensus costs each worker more than a step."""
-    between = simulated(lambda: train("streaming", evaluating(in_consensus=False)))
-    inside = simulated(lambda: train("streaming", evaluating(in_consensus=True)))
-    ideal = (BATCHES + EVALUATIONS * EVALUATED) * STEP_SECONDS / 3.5
-    assert ideal * 0.99 <= between.seconds <= ideal + 4 * STEP_SECONDS
-    assert inside.seconds > between.seconds + EVALUATIONS * STEP_SECONDS
-    alone, *fast, slow = (steps for steps, _ in between.results)
-    assert alone + EVALUATIONS * EVALUATED == pytest.approx(fast[0], abs=4)
-    assert slow == pytest.approx(fast[0] / 2, abs=3)

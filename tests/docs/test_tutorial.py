@@ -1,11 +1,10 @@
-"""The tutorial runs: the commands of its page, and the notebook that is made from it."""
+"""The tutorial runs: the commands of its page, from which its notebook is made."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,6 @@ from pages import SHELL, blocks_of, files_of
 
 LIMIT = 300.0  # seconds that one command may take on a busy machine
 SHAPED = "sh slow.sh "
-LONG = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,7 @@ def test_the_notebook_is_made_from_the_page() -> None:
 
 
 @pytest.mark.pages
-@LONG
+@pytest.mark.timeout(1500)
 def test_the_commands_of_the_tutorial_run(
     tmp_path: Path, permitted: bool, environment: dict[str, str]
 ) -> None:
@@ -76,34 +74,3 @@ def test_the_commands_of_the_tutorial_run(
             )
             output = done.stdout + done.stderr
             assert (done.returncode != 0) == (block.way == "raises"), output
-
-
-@pytest.mark.nightly  # the same commands again
-@pytest.mark.filterwarnings("default")  # of the packages of Jupyter
-@LONG
-def test_the_notebook_runs(
-    tmp_path: Path,
-    permitted: bool,
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In a kernel, from top to bottom; each cell prints what is stored as its output."""
-    pytest.importorskip("ipykernel", reason="the kernel of a notebook is not installed")
-    nbclient: Any = pytest.importorskip("nbclient", reason="nbclient is not installed")
-    nbformat: Any = pytest.importorskip("nbformat", reason="nbformat is not installed")
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    made = nbformat.read(NOTEBOOK, as_version=4)
-    shown = [printed(cell) for cell in made.cells]
-    for cell in made.cells:
-        if not permitted:
-            cell.source = cell.source.replace(SHAPED, "")
-    where = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(made, timeout=LIMIT, resources=where).execute()
-    for cell, expected in zip(made.cells, shown, strict=True):
-        require_lines(expected, printed(cell))
-
-
-def printed(cell: Any) -> str:
-    """Return the text of a cell's output."""
-    return "".join(one.text for one in cell.get("outputs", ()) if one.output_type == "stream")

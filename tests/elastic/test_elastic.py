@@ -33,11 +33,10 @@ from worlds import require_complete
 STRATEGIES = [
     "bsp",
     "local:period=3",
-    "selsync:delta=0.05,aggregate=gradients",
+    "selsync:delta=0.05",
     "streaming",
     "diloco:period=4,fragments=2,overlap=2",
     "selsync:target_lssr=0.5",
-    "selsync:delta=0,flags=deferred",
     "async:staleness=4,outer_momentum=0.5",
     "async:schedule=eager",
     "streaming:schedule=cyclic,staleness=8",
@@ -293,9 +292,7 @@ KEPT = [
     "diloco:period=3,outer_lr=1,outer_momentum=0",
     "local:period=1",
     "selsync:delta=0",
-    "selsync:delta=0,flags=deferred",
     "selsync:target_lssr=0.5",
-    "selsync:delta=0.05,aggregate=gradients",
 ]
 
 

@@ -5,6 +5,7 @@ import gc
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from typing_extensions import override
 
 from offbeat.elastic import heartbeats
-from offbeat.elastic.heartbeats import HeartbeatConnections, find_unreachable
+from offbeat.elastic.heartbeats import HeartbeatConnections
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 
@@ -55,8 +56,10 @@ def test_any_number_of_connections_can_be_opened_and_closed(
     there = HeartbeatConnections(100)
     before = descriptors()
     for _ in range(12):
-        assert find_unreachable({1: there.address}) == []
+        here = HeartbeatConnections(100)
+        assert here.connect({1: there.address}) == []
         assert there.dead() == set()
+        here.close()
     assert there.dead() == set()
     assert descriptors() == before
     there.close()
@@ -75,21 +78,6 @@ def test_connections_end_with_the_worker(there: HeartbeatConnections, accepted: 
     assert await_dead(here) == {1}
     here.close()
     assert descriptors() == before - 1
-
-
-def test_the_accepting_worker_keeps_its_connection_until_the_other_one_ends(
-    there: HeartbeatConnections,
-) -> None:
-    before, here = descriptors(), HeartbeatConnections(100)
-    assert here.connect({1: there.address}) == []
-    for _ in range(3):
-        assert there.dead() == set()
-    assert here.dead() == set()
-    here.close()
-    deadline = time.monotonic() + 10
-    while descriptors() > before and time.monotonic() < deadline:
-        there.dead()
-    assert descriptors() == before
 
 
 def test_a_connection_that_was_reset_is_opened_again(there: HeartbeatConnections) -> None:
@@ -111,6 +99,46 @@ def test_a_connection_that_was_reset_is_opened_again(there: HeartbeatConnections
         assert here._sockets[1] is not before
     there.close()
     assert await_dead(here) == {1}
+    here.close()
+
+
+def test_only_workers_that_return_a_ping_are_reachable(there: HeartbeatConnections) -> None:
+    """One waits and returns it, one computes, and one has ended."""
+    ended, here, busy = (
+        HeartbeatConnections(100),
+        HeartbeatConnections(100),
+        socket.create_server(("127.0.0.1", 0)),
+    )
+    ended.close()
+    before, done = descriptors(), threading.Event()
+
+    def wait() -> None:
+        while not done.is_set():
+            assert there.dead() == set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    silent = f"127.0.0.1:{busy.getsockname()[1]}"
+    addresses = {1: there.address, 2: silent, 3: ended.address}
+    assert here.unreachable(addresses) == [2, 3]
+    done.set()
+    waiting.join()
+    there.dead()
+    assert descriptors() == before
+    busy.close()
+    here.close()
+
+
+def test_two_workers_return_their_pings_at_the_same_time(there: HeartbeatConnections) -> None:
+    here, found = HeartbeatConnections(100), dict[int, list[int]]()
+    other = threading.Thread(target=lambda: found.update({1: there.unreachable({0: here.address})}))
+    other.start()
+    found[0] = here.unreachable({1: there.address})
+    deadline = time.monotonic() + 10
+    while other.is_alive() and time.monotonic() < deadline:
+        here.dead()
+    other.join()
+    assert found == {0: [], 1: []}
     here.close()
 
 

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+import offbeat
 import workers
-from problems import make_batch, make_model
+from problems import loss_of, make_batch, make_model
 
 STEPS = 6
-SAMPLES = 4  # in a batch
+SAMPLES = 4  # in a batch, as in ``make_batch``
+MAX_NORM = 0.3
 
 
 def environment(rank: int, size: int) -> None:
@@ -73,13 +74,33 @@ def ddp(rank: int, *, lr: float = 0.05, max_norm: float | None = None) -> dict[s
     wrapper = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for step in range(STEPS):
-        x, y = make_batch(rank, step, SAMPLES)
         optimizer.zero_grad()
-        F.mse_loss(wrapper(x), y).backward()
+        loss_of(wrapper, make_batch(rank, step)).backward()
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
     return state(model)
+
+
+def values_under_a_trainer(rank: int, size: int, train: Any, clip: str, folder: str) -> Any:
+    plain, clipped = ddp(rank), ddp(rank, max_norm=MAX_NORM)
+    local = train(rank, folder, offbeat.LocalSGD(period=1))
+    bsp = train(rank, folder, offbeat.BSP(), **{clip: MAX_NORM})
+    selsync = train(rank, folder, offbeat.SelSync(delta=0.0), **{clip: 1e-3})
+    return plain, clipped, local, bsp, selsync[3]
+
+
+def check_trainer(train: Any, clip: str, folder: str) -> None:
+    """Check that a trainer's callback gives the values of DDP, also with its option ``clip``.
+
+    The mean is clipped, and the trigger sees the unclipped gradient.
+    """
+    for plain, clipped, local, bsp, records in run(values_under_a_trainer, train, clip, folder):
+        same(local[0], plain, 1e-12)
+        same(bsp[0], clipped, 1e-12)
+        assert local[1].steps == bsp[1].steps == STEPS
+        # Gradients that are all clipped to one norm would not change at all.
+        assert all(record["change"] > 1e-3 for record in records[1:])
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

@@ -8,15 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from frameworks.real import SAMPLES, STEPS, Samples, ddp, run, same, state
+from frameworks.real import MAX_NORM, SAMPLES, STEPS, Samples, ddp, run, same, state
 from loops import attach
-from problems import make_batch, make_model
+from problems import make_batch, make_model, train_step
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("default")
-MAX_NORM = 0.3
 
 
 def bare(rank: int, text: str) -> Any:
@@ -24,10 +23,7 @@ def bare(rank: int, text: str) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = attach(model, optimizer, text)
     for step in range(STEPS):
-        x, y = make_batch(rank, step, SAMPLES)
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        train_step(model, optimizer, make_batch(rank, step))
     before = state(model)
     sync.finish()
     return before, sync.stats.payload_bytes

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import offbeat
-from frameworks.real import SAMPLES, STEPS, Samples, ddp, run, same, state
+from frameworks.real import MAX_NORM, SAMPLES, STEPS, Samples, check_trainer, ddp, run, same, state
 from loops import Sink, attach
-from problems import make_batch, make_model
+from problems import loss_of, make_batch, make_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -22,7 +22,6 @@ with warnings.catch_warnings():
 
     from offbeat.integrations.lightning import OffbeatCallback
 pytestmark = pytest.mark.filterwarnings("default")
-MAX_NORM = 0.3
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -78,22 +77,8 @@ def train(
     return state(module.inner), callback.sync.stats, module.seen, sink.records
 
 
-def values(rank: int, size: int, folder: str) -> Any:
-    plain, clipped = ddp(rank), ddp(rank, max_norm=MAX_NORM)
-    local = train(rank, folder, offbeat.LocalSGD(period=1))
-    bsp = train(rank, folder, offbeat.BSP(), clip=MAX_NORM)
-    selsync = train(rank, folder, offbeat.SelSync(delta=0.0), clip=1e-3)
-    return plain, clipped, local, bsp, selsync[3]
-
-
 def test_local_sgd_of_one_step_is_ddp(tmp_path: Path) -> None:
-    """The mean is clipped, and the trigger sees the unclipped gradient."""
-    for plain, clipped, local, bsp, records in run(values, str(tmp_path)):
-        same(local[0], plain, 1e-12)
-        same(bsp[0], clipped, 1e-12)
-        assert local[1].steps == bsp[1].steps == STEPS
-        # Gradients that are all clipped to one norm would not change at all.
-        assert all(record["change"] > 1e-3 for record in records[1:])
+    check_trainer(train, "clip", str(tmp_path))
 
 
 class Light(ModelCheckpoint):  # type: ignore[misc]
@@ -177,9 +162,8 @@ def fabric(rank: int, size: int) -> Any:
         model, stepping = tool.setup(inner, optimizer)
         sync = attach(model, stepping, text)
         for step in range(STEPS):
-            x, y = make_batch(rank, step, SAMPLES)
             stepping.zero_grad()
-            tool.backward(F.mse_loss(model(x), y))
+            tool.backward(loss_of(model, make_batch(rank, step)))
             if clip:
                 tool.clip_gradients(model, stepping, max_norm=MAX_NORM)
             stepping.step()

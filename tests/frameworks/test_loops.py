@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 
 import offbeat
-from frameworks.real import SAMPLES, STEPS, ddp, need, run, same, state
+from frameworks.real import MAX_NORM, SAMPLES, STEPS, ddp, need, run, same, state
 from loops import attach
 from problems import make_batch, make_model
 
 pytestmark = pytest.mark.filterwarnings("default")
-MAX_NORM = 0.3
 
 
 def ignited(rank: int, text: str) -> Any:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from frameworks.real import SAMPLES, STEPS, ddp, same, state
 from loops import attach
-from problems import make_batch, make_model
+from problems import loss_of, make_batch, make_model
 from workers import run
 
 Step = Callable[[Tensor, Tensor], object]
@@ -108,33 +108,32 @@ def every(rank: int, size: int, ways: list[Way], dtype: torch.dtype) -> Any:
     return [[train(rank, way, text, dtype) for text in texts] for way in ways]
 
 
-def check(ways: list[Way], dtype: torch.dtype, *, linear: bool = True, seconds: int = 60) -> None:
-    """BSP equals DDP, and so does LocalSGD of one step with a ``linear`` optimizer.
-
-    All workers end alike.
-    """
-    results = run(every, ways, dtype, workers=2, seconds=seconds)
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("ways", "dtype"),
+    [
+        ([checkpointed], torch.float64),
+        # The mean of two gradients is exact, so BSP has the same bits. LocalSGD rounds elsewhere.
+        ([autocast, muon], torch.float32),
+        *(
+            pytest.param([way], torch.float64, marks=pytest.mark.filterwarnings("default"))
+            for way in (compiled, compiled_in_place)
+        ),
+    ],
+)
+def test_tools_of_torch_train_as_under_ddp(ways: list[Way], dtype: torch.dtype) -> None:
+    """BSP equals DDP, and so does LocalSGD of one step in double precision. All end alike."""
+    results = run(every, ways, dtype, workers=2, seconds=110)
     for index, way in enumerate(ways):
         for of_rank in results:
             plain, bsp, local, streaming = of_rank[index]
             same(bsp[0], plain, 1e-12)
-            if linear:
+            if dtype == torch.float64:
                 same(local[0], plain, 1e-12)
             for one, other in zip((bsp, local, streaming), results[0][index][1:], strict=True):
                 same(one[1], other[1])
                 assert one[2] == STEPS, way.__name__
             assert bsp[3] == local[3] == STEPS
-
-
-@pytest.mark.nightly
-def test_tools_of_torch_train_as_under_ddp() -> None:
-    check([checkpointed], torch.float64)
-
-
-@pytest.mark.nightly
-def test_reduced_precision_trains_as_under_ddp() -> None:
-    """The mean of two gradients is exact, so BSP has the same bits. LocalSGD rounds elsewhere."""
-    check([autocast, muon], torch.float32, linear=False)
 
 
 def in_backward(rank: int, size: int) -> Any:
@@ -152,8 +151,7 @@ def in_backward(rank: int, size: int) -> Any:
             p.register_post_accumulate_grad_hook(step)
         sync = attach(model, list(each.values()), text)
         for number in range(STEPS):
-            x, y = make_batch(rank, number, SAMPLES)
-            F.mse_loss(model(x), y).backward()
+            loss_of(model, make_batch(rank, number)).backward()
         assert sync.step == sync.stats.syncs == STEPS
         found.append(state(model))
         sync.finish()
@@ -164,10 +162,3 @@ def test_steps_during_backward_are_one_iteration() -> None:
     for plain, found in run(in_backward, workers=2):
         for one in found:
             same(one, plain, 1e-12)
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("way", [compiled, compiled_in_place])
-def test_compiled_loops_train_as_under_ddp(way: Way) -> None:
-    check([way], torch.float64, seconds=110)

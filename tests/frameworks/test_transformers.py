@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offbeat
-from frameworks.real import SAMPLES, STEPS, Samples, ddp, run, same, state
+from frameworks.real import SAMPLES, STEPS, Samples, check_trainer, run, same, state
 from loops import Sink
 from problems import make_model
 
@@ -21,7 +21,6 @@ with warnings.catch_warnings():
     pytest.importorskip("accelerate")
     from offbeat.integrations.transformers import OffbeatCallback
 pytestmark = pytest.mark.filterwarnings("default")
-MAX_NORM = 0.3
 
 
 class Model(nn.Module):
@@ -102,22 +101,8 @@ def train(
     return state(model.inner), callback.sync.stats, watch.seen, sink.records
 
 
-def values(rank: int, size: int, folder: str) -> Any:
-    plain, clipped = ddp(rank), ddp(rank, max_norm=MAX_NORM)
-    local = train(rank, folder, offbeat.LocalSGD(period=1))
-    bsp = train(rank, folder, offbeat.BSP(), max_grad_norm=MAX_NORM)
-    selsync = train(rank, folder, offbeat.SelSync(delta=0.0), max_grad_norm=1e-3)
-    return plain, clipped, local, bsp, selsync[3]
-
-
 def test_local_sgd_of_one_step_is_ddp(tmp_path: Path) -> None:
-    """The mean is clipped, and the trigger sees the unclipped gradient."""
-    for plain, clipped, local, bsp, records in run(values, str(tmp_path)):
-        same(local[0], plain, 1e-12)
-        same(bsp[0], clipped, 1e-12)
-        assert local[1].steps == bsp[1].steps == STEPS
-        # Gradients that are all clipped to one norm would not change at all.
-        assert all(record["change"] > 1e-3 for record in records[1:])
+    check_trainer(train, "max_grad_norm", str(tmp_path))
 
 
 def test_each_training_has_its_own_scaler(monkeypatch: pytest.MonkeyPatch) -> None:

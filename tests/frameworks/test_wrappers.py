@@ -2,7 +2,6 @@
 
 import importlib.util
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,28 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from frameworks.real import SAMPLES, STEPS, need, run, same, state
+from frameworks.real import STEPS, need, run, same, state
 from loops import attach, error_of
-from problems import make_batch, make_model
+from problems import Simulated, make_batch, make_model, train_step
 
 pytestmark = pytest.mark.filterwarnings("default")
-
-
-def mean_after_each_step(optimizers: Callable[[nn.Module], Any]) -> dict[str, torch.Tensor]:
-    """Train two workers in one process, whose models become their mean after every step."""
-    models = [make_model(0), make_model(0)]
-    stepping = [optimizers(model) for model in models]
-    for step in range(STEPS):
-        for rank, (model, optimizer) in enumerate(zip(models, stepping, strict=True)):
-            x, y = make_batch(rank, step, SAMPLES)
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            for p, q in zip(*(model.parameters() for model in models), strict=True):
-                p.copy_((p + q) / 2)
-                q.copy_(p)
-    return state(models[0])
 
 
 def lookahead_of(model: nn.Module) -> Any:
@@ -55,10 +37,7 @@ def lookahead(rank: int, size: int) -> Any:
     optimizer = lookahead_of(model)
     sync = attach(model, optimizer, "local:period=1")
     for step in range(STEPS):
-        x, y = make_batch(rank, step, SAMPLES)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, make_batch(rank, step))
     steps = sync.step
     sync.finish()
     return state(model), steps
@@ -66,9 +45,13 @@ def lookahead(rank: int, size: int) -> Any:
 
 def test_lookahead_is_synchronized_from_its_first_step() -> None:
     need("timm")
-    expected = mean_after_each_step(lookahead_of)
+    models: list[nn.Module] = [make_model(0), make_model(0)]
+    reference = Simulated(models, [lookahead_of(model) for model in models])
+    for step in range(STEPS):
+        reference.step(step)
+        reference.average()
     for model, steps in run(lookahead):
-        same(model, expected, 1e-12)
+        same(model, state(models[0]), 1e-12)
         assert steps == STEPS
 
 
@@ -127,10 +110,7 @@ def adapters(rank: int, size: int) -> Any:
         sync = attach(model, optimizer, "local:period=1")
         before = sync.stats.payload_bytes
         for step in range(STEPS):
-            x, y = make_batch(rank, step, SAMPLES)
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+            train_step(model, optimizer, make_batch(rank, step))
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         sent.append(((sync.stats.payload_bytes - before) / STEPS, trainable))
         sync.finish()

@@ -1,9 +1,12 @@
 """Tuning: the order of trials, their scores, and the comparison that follows."""
 
+import itertools
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,14 +14,26 @@ from lab.test_report import make
 from offbeat import Stats
 from offbeat.errors import OffbeatError
 from offbeat_lab import report
+from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.compare import compare
 from offbeat_lab.events import End, Evaluation, Event, Start
 from offbeat_lab.job import MOST_SEED, Job
 from offbeat_lab.launch.runners import Loopback
+from offbeat_lab.methods.registry import parse_method
+from offbeat_lab.methods.tunable import TAU, tunable_of
 from offbeat_lab.results import Result, Trial, read_results
-from offbeat_lab.tuning import choices, score_of, tune, tuning_seed, without_trials
+from offbeat_lab.tuning import (
+    LEAST_BUDGET,
+    choices,
+    score_of,
+    tune,
+    tuning_seed,
+    untuned,
+    without_trials,
+)
 
 JOB = Job("digits", "bsp", 2)
+WIRES = ("float32", "int4", "int2")
 SEED = MOST_SEED  # of trials, for a comparison that begins with seed 0
 
 
@@ -40,7 +55,9 @@ def trials_of(
         tried.append(trial)
         time = seconds(trial)
         final = math.nan if math.isnan(time) else 0.9 if math.isfinite(time) else 0.5
-        return replace(make("bsp", [(0, 0.1), (time, final)]), job=trial, trial=mark)
+        stats = (Stats(steps=4, compute_seconds=4, details={"landing_seconds": 2.5}),)
+        result = make("bsp", [(0, 0.1), (time, final)])
+        return replace(result, job=trial, trial=mark, stats=stats)
 
     runs = [one.label for one in tune(job, [method], budget, run) if one.strategy != "ideal"]
     return [one.label.replace("--lr-scale", "x") for one in tried], runs
@@ -79,67 +96,100 @@ def test_a_diverged_trial_leads_to_smaller_rates() -> None:
     assert runs == ["bsp --lr-scale 0.125 --wire int8", FIXED]
 
 
-RATES = ["x 2", "x 0.5"]
-WIRE = ["--wire int4"]
-
-
 @pytest.mark.parametrize(
-    ("method", "settings", "options"),
+    ("method", "tried"),
     [
-        ("bsp", [""], RATES + WIRE),
-        ("local", ["period=8", "period=16", "period=4"], RATES + WIRE),
-        ("local:period=8", ["period=8"], RATES + WIRE),
-        ("local --lr-scale 1", ["period=8", "period=16", "period=4"], WIRE),
+        ("bsp", ["bsp w int4", "bsp w int2", "bsp", "bsp x 2 w int4", "bsp x 0.5 w int4"]),
         (
-            "diloco:overlap=20",  # excludes a period of 16
-            ["overlap=20", "period=200,overlap=20", "period=50,overlap=20"]
-            + [f"outer_lr={rate},overlap=20" for rate in (1.0, 0.5)]
-            + [f"outer_momentum={momentum},overlap=20" for momentum in (0.95, 0.8)],
-            RATES + WIRE,
+            "local --lr-scale 1",
+            [f"local:period=2{wire}" for wire in (" w int4", " w int2", "")]
+            + [f"local:period={period} w int4" for period in (4, 1)],
         ),
-        ("streaming", ["", "outer_gain=1"], [*RATES, "--wire int4"]),
-        ("fedavg", ["period=8", "period=16", "period=4"], RATES),
-        ("downpour", ["", "push_every=2"], RATES),  # push_every=0 is refused
-        ("torch:ddp", [""], RATES),
+        (
+            "local:period=6 --wire int8",
+            ["local:period=6 w int8", "local:period=6 x 2 w int8", "local:period=6 x 0.5 w int8"],
+        ),
+        (
+            "async --lr-scale 1 --wire int8",  # a mean takes 2.5 steps
+            [f"async{one} w int8" for one in (":schedule=eager", ":staleness=6", "")]
+            + [f"async:staleness={tau},schedule=eager w int8" for tau in (32, 8)],
+        ),
+        (
+            "diloco:overlap=20 --lr-scale 1 --wire int8",  # excludes a period of 8
+            ["diloco:overlap=20 w int8"]
+            + [f"diloco:{one},overlap=20 w int8" for one in ("period=200", "period=50")]
+            + [f"diloco:outer_lr={rate},overlap=20 w int8" for rate in (1.4, 0.35)]
+            + [f"diloco:outer_momentum={one},overlap=20 w int8" for one in (0.95, 0.8)],
+        ),
+        ("streaming --lr-scale 1", ["streaming", "streaming w int4", "streaming:outer_gain=1"]),
+        ("downpour --lr-scale 1", ["downpour", "downpour:push_every=2"]),  # 0 is refused
+        ("torch:ddp", ["torch:ddp", "torch:ddp x 2", "torch:ddp x 0.5"]),
     ],
 )
-def test_a_method_tunes_its_own_settings_that_are_not_fixed(
-    method: str, settings: list[str], options: list[str]
+def test_best_known_settings_come_first_and_neighbours_next(
+    method: str, tried: Sequence[str]
 ) -> None:
-    """With equal scores, the trials are the neighbours of the first one. Refused values cost none.
-
-    ``float32``, the first wire, has one neighbour, as has ``int2``, that of ``streaming``.
-    """
+    """Fixed settings stay. With equal scores, the trials are the neighbours of the first one."""
     told, _ = trials_of(method, lambda job: 1.0)
-    name = "torch:ddp" if "torch" in method else method.split()[0].partition(":")[0]
-    first, *others = [f"{name}:{text}" if text else name for text in settings]
-    rates = [f"{first} {one}" for one in options if one in RATES]
-    wires = [f"{first} {one}" for one in options if one in WIRE]
-    assert told == [first, *rates, *others, *wires]
+    assert [one.replace("--wire", "w") for one in told] == tried
 
 
-def test_settings_are_tuned_one_after_the_other() -> None:
-    """After the settings the learning rate comes again. The first form is run, too."""
-
-    def seconds(job: Job) -> float:
-        """Return a time that is best at period 32 and at the rate 4 / √(period/8) = 2."""
-        period = int(job.strategy.partition("=")[2])
-        rate = abs(math.log2(job.lr_scale * math.sqrt(period / 8) / 4))
-        return 1 + abs(math.log2(period / 32)) + 0.4 * rate
-
-    told, runs = trials_of("local", seconds)
-    rates = ["local:period=8", *(f"local:period=8 x {one}" for one in (2, 4, 8))]
-    periods = [f"local:period={one} x 4" for one in (16, 32, 64)]
-    wires = ["local:period=32 x 4 --wire int4"]
-    again = ["local:period=32 x 8", "local:period=32 x 2", "local:period=32"]
-    last = [f"local:period={one} x 2" for one in (64, 16)]
-    assert told == [*rates, *periods, *wires, *again, *last, "local:period=32 x 2 --wire int4"]
-    assert runs == ["local:period=32 --lr-scale 2", "local:period=8"]
+@pytest.mark.parametrize("method", [*STRATEGIES])
+def test_the_best_known_settings_fit_into_every_budget(method: str) -> None:
+    """All of them are trials, and the method accepts them."""
+    told, _ = trials_of(method, lambda job: 1.0, LEAST_BUDGET)
+    for known in tunable_of(STRATEGIES[method]).known:
+        settings = {name: 6 if value == TAU else value for name, value in known.items()}
+        tried = [replace(JOB.under(untuned(method, settings)), wire=known.get("wire"))]
+        assert {one.label for one in tried} <= set(told)
 
 
-def test_a_wire_for_all_methods_is_not_tuned() -> None:
-    told, _ = trials_of("bsp", lambda job: 1.0, job=replace(JOB, wire="int8"))
-    assert len(told) == 3
+POSITIONS: dict[str, dict[str, Sequence[Any]]] = {
+    "async": {"wire": WIRES, "schedule": ("cyclic", "eager"), "staleness": (2, 32)},
+    "diloco": {"outer_lr": (0.35, 1.4), "outer_momentum": (0, 0.9), "period": (1, 64)},
+    "selsync": {"wire": WIRES[:2], "target_lssr": (0.2, 0.6, 0.975)},
+    "local": {"wire": WIRES[1:], "period": (1, 4, 64)},
+    "powersgd": {"rank": (1, 4, 32)},
+}
+"""Planted optima: all combinations of these values, at the edges and inside, with each rate."""
+
+
+@pytest.mark.parametrize("kind", ["separable", "interaction", "noise"])
+@pytest.mark.parametrize("method", [*POSITIONS])
+def test_the_search_finds_planted_optima(method: str, kind: str) -> None:
+    """With interaction the best learning rate depends on the last setting. The noise is 5 %."""
+    for *values, rate in itertools.product(*POSITIONS[method].values(), (0.25, 8)):
+        best = {**dict(zip(POSITIONS[method], values, strict=True)), "lr_scale": rate}
+
+        def distances(job: Job, best: dict[str, Any] = best) -> list[float]:
+            return [_distance(name, _value(job, name), value) for name, value in best.items()]
+
+        def seconds(job: Job) -> float:
+            *_, last, lr = found = distances(job)
+            if kind == "interaction":
+                return 1 + math.sqrt(math.fsum(one * one for one in found) + 0.8 * last * lr)
+            noise = random.Random(job.label).uniform(-0.05, 0.05)
+            return (1 + sum(map(abs, found))) * (1 + noise * (kind == "noise"))
+
+        _, (chosen, *_) = trials_of(method, seconds, 32)
+        assert distances(JOB.under(chosen)) == pytest.approx([0] * len(best), abs=0.01), best
+
+
+def _value(job: Job, name: str) -> Any:
+    method: Any = parse_method(job.strategy)
+    if name == "wire":
+        return job.wire or method.default_wire
+    return getattr(job if name == "lr_scale" else method, name)
+
+
+def _distance(name: str, value: Any, best: Any) -> float:
+    """Return the number of steps from ``best`` to ``value`` on an axis."""
+    if isinstance(best, str):
+        values = WIRES if name == "wire" else ("cyclic", "eager")
+        return values.index(value) - values.index(best)
+    if name in ("outer_momentum", "target_lssr"):
+        return math.log2((1 - best) / (1 - value))
+    return math.log2(value / best)
 
 
 # Scores
@@ -150,24 +200,25 @@ def test_the_level_is_the_final_metric_of_the_best_ideal_less_two_percent_of_its
     worse = make("ideal --lr-scale 4", [(1, 0.1), (2, 0.6), (3, 0.5)])
     best = make("ideal", [(1, 0.1), (2, 0.6), (3, 0.55)])
     ideals = [worse, best, make("ideal --lr-scale 2", [(1, 0.1), (2, math.nan)])]
-    assert [score_of(one, ideals) for one in ideals] == [(1, -0.5), (1, -0.55), (2, 2.0)]
+    scores = [(1, 0, -0.5), (1, 0, -0.55), (2, 2.0, 0)]
+    assert [score_of(one, ideals) for one in ideals] == scores
     in_time = make("bsp", [(5, 0.539), (6, 0.541), (7, 0.2)])
     never = make("bsp", [(5, 0.4), (6, 0.539), (7, 0.2)])
     lost = make("bsp", [(5, 0.6), (6, 0.6)], more={"test loss": math.nan})
     assert [score_of(one, ideals) for one in (in_time, never, lost)] == [
-        (0, 6),
-        (1, -0.539),
-        (2, 1.0),
+        (0, 6, -0.2),
+        (1, 0, -0.2),
+        (2, 1.0, 0),
     ]
 
 
 def test_the_level_of_a_loss() -> None:
     """The range is from 5 to 2, so the level is 2 + 0.02 · 3 = 2.06."""
     ideals = [make("ideal", [(1, 5.0), (2, 2.0)], recipe="stdlib-lm")]
-    assert score_of(ideals[0], ideals) == (1, 2.0)
+    assert score_of(ideals[0], ideals) == (1, 0, 2.0)
     bsp = make("bsp", [(1, 2.07), (2, 2.05)], recipe="stdlib-lm")
-    assert score_of(bsp, ideals) == (0, 2)
-    assert score_of(make("bsp", [(1, 2.07)], recipe="stdlib-lm"), ideals) == (1, 2.07)
+    assert score_of(bsp, ideals) == (0, 2, 2.05)
+    assert score_of(make("bsp", [(1, 2.07)], recipe="stdlib-lm"), ideals) == (1, 0, 2.07)
 
 
 # Comparisons
@@ -213,14 +264,14 @@ def test_trials_come_first_and_are_marked(tmp_path: Path) -> None:
         (Trial("ideal", 3), "ideal"),
         (Trial("ideal", 3), "ideal --lr-scale 2"),
         (Trial("ideal", 3), "ideal --lr-scale 4"),
-        (Trial("local", 3), "local:period=8"),
-        (Trial("local", 3), "local:period=8 --lr-scale 2"),
-        (Trial("local", 3), "local:period=8 --lr-scale 4"),
+        (Trial("local", 3), "local:period=2 --wire int4"),
+        (Trial("local", 3), "local:period=2 --lr-scale 2 --wire int4"),
+        (Trial("local", 3), "local:period=2 --lr-scale 2 --wire int2"),
         (Trial("bsp --lr-scale 1 --wire int8", 3), "bsp --wire int8"),
     ]
     assert {one.job.seed for one in trials} == {SEED}
-    methods = ["ideal --lr-scale 2", "ideal", "local:period=8 --lr-scale 2", "local:period=8"]
-    labels = [*methods, "bsp --wire int8"]
+    methods = ["local:period=2 --lr-scale 2 --wire int4", "local:period=2 --wire int4"]
+    labels = ["ideal --lr-scale 2", "ideal", *methods, "bsp --wire int8"]
     runs = [(one.job.seed, one.label) for one in results[len(trials) :]]
     assert runs == [(seed, label) for seed in (0, 1) for label in labels]
     assert read_results(tmp_path / "results.jsonl", trials=True) == results
@@ -254,10 +305,11 @@ def test_the_report_has_the_choices_and_no_trials(tmp_path: Path) -> None:
     assert table is not None
     assert table.caption.startswith("Settings chosen with at most 3 trials per method and the seed")
     fixed = "bsp --lr-scale 1 --wire int8"
+    ended = "budget ended before: wire, period, lr_scale"
     assert table.rows == (
-        ("ideal", "ideal --lr-scale 2", "3", "inside the grid"),
-        ("local", "local:period=8 --lr-scale 2", "3", "inside the grid"),
-        (fixed, "bsp --wire int8", "1", "fixed"),
+        ("ideal", "ideal --lr-scale 2", "3", "2.0 s", "complete"),
+        ("local", "local:period=2 --lr-scale 2 --wire int4", "3", "2.0 s", ended),
+        (fixed, "bsp --wire int8", "1", "never, ends at 0.8", "complete"),
     )
     runs = without_trials(results)
     assert [one.label for one in runs[:2]] == ["ideal --lr-scale 2", "ideal"]
@@ -267,14 +319,19 @@ def test_the_report_has_the_choices_and_no_trials(tmp_path: Path) -> None:
     assert report.table(runs).markdown() in text
     assert "lr-scale 4" not in text
     page = report.page(results)
-    assert "inside the grid" in page
+    assert ended in page
     assert "lr-scale 4" not in page
     assert str(SEED) not in page.replace(table.caption, "")
 
 
-def test_a_rate_at_the_edge_is_marked() -> None:
-    """A rate is inside if a smaller and a larger one were tried."""
-    runs = [make(f"ideal --lr-scale {rate}", [(1, 0.1), (2, rate)]) for rate in (1, 2, 4)]
-    (choice,) = choices([replace(one, trial=Trial("ideal", 3)) for one in runs])
-    assert (choice.job.lr_scale, choice.trials) == (4, 3)
-    assert choice.rate == "edge: the budget ended"
+def test_a_choice_is_complete_if_all_its_neighbours_were_tried() -> None:
+    """Compared settings were chosen, even if another trial has the better score by now."""
+    trials = [
+        replace(make(f"bsp {one} --wire int8", [(1, end)]), trial=Trial("bsp --wire int8", 3))
+        for one, end in (("", 0.4), ("--lr-scale 2", 0.5), ("--lr-scale 4", 0.3))
+    ]
+    ideal = replace(make("ideal", [(1, 0.9)]), trial=Trial("ideal --lr-scale 1", 3))
+    for compared, untried in (("--lr-scale 2", ()), ("--lr-scale 4", ("lr_scale",))):
+        run = make(f"bsp {compared} --wire int8", [(1, 0.4)])
+        _, choice = choices([ideal, *trials, run])
+        assert (choice.job.label, choice.untried) == (run.label, untried)

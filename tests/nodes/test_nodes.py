@@ -1,7 +1,6 @@
 """Nodes of several workers: ``attach(..., node_group=...)``, on real processes, 2 × 2."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,7 @@ import offbeat
 from loops import Faulty, attach, close, error_of, everything, sgd, trained
 from offbeat.nodes.detection import layout, open_nodes
 from offbeat.strategies.registry import STRATEGIES
-from offbeat.transport.communicator import Communicator
-from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.team import Node
-from problems import bsp_reference, flat, loss_of, make_batch, make_model, train_step
+from problems import bsp_reference, flat, loss_of, make_batch, make_model
 from workers import run
 from worlds import simulated
 
@@ -26,8 +22,7 @@ TEXTS = [
     "local:period=1",
     "local:period=4",
     "selsync:delta=0.05",
-    "selsync:delta=0.05,aggregate=gradients",
-    "local:period=2,optimizer_state=average",
+    "local:period=2",
     "diloco:period=4,overlap=1",
     "streaming:schedule=cyclic,staleness=4,parts=1",
     "async:staleness=4",
@@ -190,54 +185,6 @@ def node_of(rank: int) -> Any:
     return nodes[rank // 2]
 
 
-def two_checkpoints(rank: int, size: int, folder: str, loads: bool) -> int:
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, "local:period=1", node_group=node_of(rank))
-    step = 0
-    if loads:
-        loaded = offbeat.load(folder, sync)
-        assert loaded is not None
-        step = loaded.step
-    else:
-        for step in (1, 2):
-            train_step(model, optimizer, make_batch(rank, step))
-            offbeat.save(folder, sync)
-    sync.finish()
-    return step
-
-
-@pytest.mark.parametrize("rank", [1, 3])
-def test_without_the_file_of_one_process_all_load_the_checkpoint_before(
-    rank: int, tmp_path: Path
-) -> None:
-    """Another process of the node has another shard, so its file does not replace the lost one."""
-    run(two_checkpoints, str(tmp_path), False, workers=4)
-    (tmp_path / f"step-2.rank{rank}.pt").unlink()
-    assert run(two_checkpoints, str(tmp_path), True, workers=4) == [1] * 4
-
-
-def scaled(rank: int, size: int) -> Any:
-    """Train with an overflow on rank 1 in step 2. Return steps, scales and models."""
-    found = []
-    for text in ("bsp", "local:period=5"):
-        model, scaler = make_model(rank), torch.amp.GradScaler("cpu", init_scale=4.0)
-        optimizer = sgd(model)
-        sync = attach(model, optimizer, text, scaler=scaler, node_group="auto")
-        models = []
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = loss_of(model, make_batch(rank, step))
-            scaler.scale(loss * (float("inf") if (rank, step) == (1, 2) else 1)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            models.append(flat(model))
-        steps = sync.step
-        sync.finish()
-        found.append((steps, scaler.get_scale(), torch.stack(models)))
-    return found
-
-
 def large(seed: int) -> nn.Sequential:
     """Return a model with three buckets of gradients."""
     with torch.random.fork_rng():
@@ -282,19 +229,6 @@ def several(rank: int, size: int, text: str) -> Any:
             optimizer.step()
     sync.finish()
     return flat(model)
-
-
-def test_all_workers_of_a_node_skip_a_step_with_an_overflow() -> None:
-    """With BSP the workers of the other node skip it, too."""
-    found = simulated(scaled, workers=4, workers_per_node=2)
-    for rank, of_rank in enumerate(found):
-        for (steps, scale, models), skips in zip(of_rank, (True, rank < 2), strict=True):
-            assert steps == 4
-            assert scale == (2.0 if skips else 4.0)
-            assert torch.equal(models[2], models[1]) or not skips
-            assert models.isfinite().all()
-        for one, other in zip(of_rank, found[rank ^ 1], strict=True):
-            assert torch.equal(one[2], other[2])
 
 
 def test_means_inside_the_node_are_launched_during_backward() -> None:
@@ -391,27 +325,17 @@ def test_nodes_are_ordered_by_their_lowest_rank() -> None:
     assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
 
 
-class Halves(SingleCommunicator):
-    """One of two workers, for a test that sends nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size = 2
-
-    def make_communicator(self, timeout_seconds: float) -> Any:
-        pytest.fail("it has nodes")
-
-    def make_nodes(self, timeout_seconds: float) -> tuple[Communicator, Node]:
-        return SingleCommunicator(), Node(self, Halves())
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_nodes_of_a_transport_may_be_sharded(sharded: bool) -> None:
     """The communicator connects this process with its counterparts."""
-    communicator, node = open_nodes(Halves(), "auto", 1.0, sharded=sharded)
-    assert node is not None
-    assert node.sharded == sharded
-    assert communicator.size == 1
+
+    def work(rank: int, size: int) -> Any:
+        communicator, node = open_nodes(dist.group.WORLD, "auto", 60.0, sharded=sharded)
+        assert node is not None
+        return node.sharded, communicator.rank, communicator.size
+
+    found = simulated(work, workers=4, workers_per_node=2)
+    assert found == [(sharded, rank // 2, 2) for rank in range(4)]
 
 
 def test_a_transport_without_nodes_is_refused() -> None:

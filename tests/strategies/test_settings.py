@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import offbeat
 import offbeat_lab
 from loops import attach, sgd
-from offbeat import LocalSGD, SelSync, parse_strategy
+from offbeat import AsyncAveraging, LocalSGD, SelSync, parse_strategy
 from offbeat.arguments import check_settings, did_you_mean, setting
 from offbeat.strategies import Strategy, registry
 from offbeat.strategies.base import WorkerView
@@ -33,12 +33,10 @@ MADE = st.one_of(
     st.builds(
         SelSync,
         delta=positive | st.sampled_from([0, 0.0, 1, math.inf]),
-        aggregate=st.sampled_from(["parameters", "gradients"]),
         smoothing=st.none() | unit | st.just(1),
         window=st.none() | whole,
-        flags=st.sampled_from(["blocking", "deferred"]),
     ),
-    st.builds(SelSync, target_lssr=unit, optimizer_state=st.sampled_from(["local", "average"])),
+    st.builds(AsyncAveraging, schedule=st.just("eager"), staleness=whole),
     st.builds(
         FedAvg,
         period=whole,
@@ -135,24 +133,20 @@ WRONG_VALUES = {
     "local:8": "in 'local:8': '8' is not of the form setting=value",
     "local:period=": "'period=' is not of the form setting=value",
     "local:period=4,period=4": "period is given twice",
-    "selsync:flags=none": 'flags must be "blocking" or "deferred", got None',
+    "async:schedule=none": 'schedule must be "cyclic" or "eager", got None',
     "fedavg": "give either period or rounds_per_epoch",
     "local:period=4,warmup_steps=-1": "warmup_steps must be at least 0",
-    "local:period=4,optimizer_state=mean": "optimizer_state must be \"local\" … got 'mean'",
+    "async:schedule=fast": "schedule must be \"cyclic\" … got 'fast'",
     "selsync:delta=-0.1": "delta must be at least 0 … got -0.1",
     "selsync:smoothing=0": "smoothing must be in (0, 1], got 0",
     "selsync:target_lssr=1.0": "target_lssr must be between 0 and 1, got 1.0",
     "selsync:target_lssr=0.5,delta=0.2": "delta or target_lssr, not both",
-    "selsync:aggregate=gradients,optimizer_state=average": (
-        'optimizer_state="average" requires aggregate="parameters"'
-    ),
     "async:staleness=1": "staleness must be even and at least 2 … got 1",
     "async:staleness=0,schedule=eager": "staleness must be at least 1",
     "diloco:outer_lr=0": "outer_lr must be positive and finite, got 0",
     "diloco:outer_momentum=1.0": "outer_momentum must be in [0, 1), got 1.0",
     "diloco:period=3,fragments=4": "got fragments=4 and period=3",
     "diloco:period=3,overlap=3": "overlap must be less than period",
-    "diloco:overlap=2,optimizer_state=average": 'optimizer_state="average" requires overlap=0',
     "streaming:parts=0": "parts must be at least 1, got 0",
     "streaming:parts=1025": "parts must be at most 1024, got 1025",
     "streaming:parts=many": "parts must be \"auto\", got 'many'",

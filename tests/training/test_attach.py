@@ -185,7 +185,7 @@ def test_attach_inside_inference_mode_is_refused() -> None:
 
 ABILITIES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("bsp", {"wire": "auto"}, ValueError, "wire must be .*, got 'auto'"),
-    ("bsp", {"wire": "float16"}, ValueError, 'wire must be "float32", "bfloat16", "int8", "int4"'),
+    ("bsp", {"wire": "float16"}, ValueError, 'wire must be "float32", "int8", "int4"'),
     ("bsp", {"non_finite": "exclude"}, ValueError, 'non_finite must be "raise" or "warn"'),
     ("bsp", {"min_workers": 0}, ValueError, "min_workers must be at least 1, got 0"),
     ("bsp", {"min_workers": 1.5}, TypeError, "min_workers must be an integer"),

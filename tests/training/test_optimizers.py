@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import offbeat
-from loops import attach, close, sgd
+from loops import attach, close, error_of, sgd
 from problems import Simulated, assign, flat, loss_of, make_batch, make_model, train_step
 from worlds import run
 
@@ -229,7 +229,7 @@ def sharp(rank: int, size: int, text: str) -> Any:
     model = make_model(rank)
     optimizer = Sharp(sgd(model))
     sync = attach(model, optimizer, text)
-    with pytest.raises(offbeat.AttachError, match="SGD inside this Sharp took a step outside of"):
+    with pytest.raises(offbeat.AttachError, match="this SGD steps parameters of the attached"):
         sharp_step(model, optimizer, make_batch(rank, 0), halves=True)
     sync.detach()
     sharp_step(model, optimizer, make_batch(rank, 0), halves=True)  # and works as before
@@ -282,11 +282,33 @@ def refusing(rank: int, size: int) -> Any:
     zero = type("ZeroRedundancyOptimizer", (SGD,), {"__module__": "torch.distributed.optim.zero"})
     with pytest.raises(offbeat.AttachError, match="ZeroRedundancyOptimizer communicates in its"):
         attach(model, zero(model.parameters(), lr=0.1), offbeat.BSP())
-    with pytest.raises(offbeat.AttachError, match="Slow may be that of the optimizer inside"):
-        attach(model, Slow(sgd(model), 2), "local:period=2,optimizer_state=average")
     return True
 
 
 def test_optimizers_without_hooks_are_refused_before_anything_is_sent() -> None:
     """Only one of two workers calls attach(): a message would hang or fail."""
     assert refusing(0, 2)
+
+
+def replaced_optimizer(rank: int, size: int, text: str) -> Any:
+    model, other = make_model(rank), nn.Linear(2, 2)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text)
+    sgd(other).step()  # of another model
+    train_step(model, optimizer, make_batch(rank, 0))
+    begin, new = flat(model), torch.optim.Adam(model.parameters())
+    error = error_of(lambda: train_step(model, new, make_batch(rank, 1)))
+    unchanged = torch.equal(flat(model), begin)
+    optimizer.step()
+    sync.finish()
+    new.step()
+    return error, unchanged
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=2", "streaming", "async:staleness=4"])
+def test_a_step_of_an_unknown_optimizer_is_refused(text: str) -> None:
+    """While the model is attached, and before a parameter changes."""
+    for (kinds, message), unchanged in run(replaced_optimizer, text, workers=2):
+        assert kinds[0] == "AttachError", message
+        assert message.startswith("this Adam steps parameters of the attached model")
+        assert unchanged or text == "streaming"  # an arrival may change them

@@ -12,14 +12,7 @@ from torch import Tensor, nn
 import offbeat
 from loops import Quick, attach, close, error_of, sgd, start
 from offbeat.simulate import DeadlockError
-from problems import (
-    PARAMETERS,
-    flat,
-    loss_of,
-    make_batch,
-    make_model,
-    train_step,
-)
+from problems import PARAMETERS, flat, loss_of, make_batch, make_model, train_step
 from worlds import real, run, simulated
 
 
@@ -30,6 +23,7 @@ def interrupted(rank: int, size: int) -> None:
         train_step(model, optimizer, make_batch(rank, 0))
         own = flat(model)
         with contextlib.suppress(KeyError), sync.consensus():
+            model.load_state_dict(make_model(seed=9).state_dict())
             with torch.no_grad():
                 model[0].weight.zero_()
             raise KeyError
@@ -38,7 +32,7 @@ def interrupted(rank: int, size: int) -> None:
 
 
 def test_changes_inside_a_consensus_are_undone_after_an_exception() -> None:
-    """Training then continues."""
+    """Also if a model is loaded there. Training then continues."""
     run(interrupted, workers=2)
 
 
@@ -140,8 +134,8 @@ def test_a_consensus_is_a_decorator() -> None:
     assert run(evaluated, workers=2) == [True, True]
 
 
-def bare_collective(rank: int, size: int) -> str:
-    """Rank 0 waits in an all-reduce of its own, and rank 1 still takes steps."""
+def bare_collective(rank: int, size: int, together: bool) -> str:
+    """Rank 0 calls an all-reduce of its own, or mean() before it. Rank 1 still takes steps."""
     model = make_model(seed=rank, dtype=torch.float32)
     strategy = "streaming:staleness=2,parts=1"
     sync = attach(model, optimizer := sgd(model), strategy, group=Quick(), timeout_seconds=2)
@@ -150,6 +144,8 @@ def bare_collective(rank: int, size: int) -> str:
         _, text = error_of(lambda b=batch: train_step(model, optimizer, b))  # type: ignore[misc]
         if text != "nothing was raised":
             break
+    if together:
+        sync.mean(0.0)
     dist.all_reduce(torch.ones(1))
     sync.detach()
     return text
@@ -157,9 +153,13 @@ def bare_collective(rank: int, size: int) -> str:
 
 def test_the_time_out_names_a_collective_outside_of_a_consensus() -> None:
     """And what to use instead."""
-    _, text = real(bare_collective, workers=2)
+    _, text = real(bare_collective, False, workers=2)
     assert "no answer from rank 0" in text
     assert "outside of sync.consensus() (use sync.mean(), or call it inside)" in text
+
+
+def test_a_collective_directly_after_a_mean_finds_all_workers() -> None:
+    assert real(bare_collective, True, workers=2) == ["nothing was raised"] * 2
 
 
 def misuse(rank: int, size: int) -> dict[str, tuple[list[str], str]]:

@@ -38,9 +38,9 @@ class ClockedAverager(Averager):
     staleness. A background thread adds up the updates and moves P and v.
     """
 
-    def __init__(self, strategy: Strategy, worker: Worker, shared: GlobalModel) -> None:
-        super().__init__(strategy, worker, shared)
-        self.pace = Pace(shared.patience)
+    def __init__(self, strategy: Strategy, worker: Worker, averages: GlobalModel) -> None:
+        super().__init__(strategy, worker, averages)
+        self.pace = Pace(averages.patience)
 
     @override
     def start(self) -> None:
@@ -74,7 +74,7 @@ class ClockedAverager(Averager):
         # In a node all processes decide alike: ``_wait_a_moment`` has made the credit equal.
         may_launch = pace.credit_seconds >= 0
         self._advance(arrived=arrived, may_launch=may_launch)
-        while worker.step - state.fresh_step >= self.shared.bound:
+        while worker.step - state.fresh_step >= self.averages.bound:
             self._complete(self._flying[0] if self._flying else self._begin(stepping=True))
             if self.unsynced:
                 self._advance(arrived=False, may_launch=may_launch)
@@ -117,7 +117,7 @@ class ClockedAverager(Averager):
             self.landed(flight)
             flight = None
         if flight is None:
-            if not (may_launch and self._due()):
+            if not (may_launch and self.strategy.due(self.view_of(stepping=True))):
                 return
             flight = self._begin(stepping=True)
         if self._work(flight, deadline):
@@ -146,9 +146,6 @@ class ClockedAverager(Averager):
         self._work(flight, math.inf)
         self.landed(flight)
 
-    def _due(self) -> bool:
-        return self.strategy.due(self.view_of(stepping=True)) > 0
-
     # -- messages --------------------------------------------------------------------------------
 
     def _vote(self, *, stepping: bool) -> Vote:
@@ -156,7 +153,7 @@ class ClockedAverager(Averager):
         return Vote(
             weight=float(stepping or self.unsynced),
             stepping=stepping,
-            wanted=self._flight_steps if stepping else math.inf,
+            flight_steps=self._flight_steps if stepping else math.inf,
             numbers=(*self.strategy.vote(self.view_of(stepping=stepping)), self._cost),
         )
 
@@ -217,7 +214,7 @@ class ClockedAverager(Averager):
             seconds = flight.arrived_seconds - flight.sent_seconds
             (self._flight_steps,) = self.worker.team.agree(seconds / pace.step_seconds)
         # What the workers have measured of the previous message came with this one.
-        fastest = min(vote.wanted for vote in flight.votes)
+        fastest = min(vote.flight_steps for vote in flight.votes)
         if math.isfinite(fastest) and self._measured:
             cost = max(vote.numbers[-1] for vote in flight.votes)
             state.sizer.measure(fastest, self._measured, cost)

@@ -6,8 +6,10 @@ A *consensus* replaces the local model by the mean over all workers, as follows:
 - Signed integer buffers, such as BatchNorm's batch counter, become their maximum.
 - All other buffers, such as flags, become those of rank 0. So do ``local_tensors``, such as the
   singular vectors of a spectral norm.
-- Frozen parameters do not change. Nor do buffers that ``state_dict`` does not save
-  (``persistent=False``): they are constants, such as causal masks and tables of positions.
+- Frozen parameters do not change, unless the script has changed them and they differ between the
+  workers (``included``).
+- Buffers that ``state_dict`` does not save (``persistent=False``) do not change: they are
+  constants, such as causal masks and tables of positions.
 
 Strategies that average models apply only the first rule during training.
 """
@@ -73,6 +75,8 @@ class Replica:
     Attributes:
         parameters: Name and tensor of each averaged parameter, sorted by name. Tied parameters
             appear once.
+        included: Names of further parameters and buffers, which a consensus combines like buffers.
+            Empty outside of a consensus.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Replica:
         buffers_of: nn.Module | None = None,
     ) -> None:
         self._model = model
+        self._buffers_of = model if buffers_of is None else buffers_of
+        self.included: Sequence[str] = ()
         chosen = {id(p) for p in trainable}
         self.parameters = sorted(
             ((name, p) for name, p in model.named_parameters() if id(p) in chosen),
@@ -90,10 +96,9 @@ class Replica:
         self._tensors = [p for _, p in self.parameters]
         self._dtypes = [p.dtype for p in self._tensors]
         # Found only once, because a search takes longer than the average of a small part.
-        source = model if buffers_of is None else buffers_of
-        self._local = local_tensors(source)
+        self._local = local_tensors(self._buffers_of)
         self._saved_buffers = [
-            (*place, name in self._local) for name, place in saved_buffers(source).items()
+            (*place, name in self._local) for name, place in saved_buffers(self._buffers_of).items()
         ]
 
     def describe(self) -> list[str]:
@@ -130,14 +135,18 @@ class Replica:
         """Return all parameters and buffers, including frozen parameters."""
         return [*self._model.parameters(), *self._model.buffers()]
 
-    def saved(self) -> list[Tensor]:
-        """Return what ``state_dict`` saves now, also buffers that were registered later."""
-        buffers = [getattr(*place) for place in saved_buffers(self._model).values()]
-        return [*self._model.parameters(), *buffers]
+    def saved(self) -> dict[str, Tensor]:
+        """Return the present parameters and the buffers that ``state_dict`` saves, by name."""
+        buffers = saved_buffers(self._buffers_of).items()
+        return {
+            **dict(self._model.named_parameters()),
+            **{name: getattr(*place) for name, place in buffers},
+        }
 
-    def float_buffers(self) -> list[Tensor]:
-        """Return the floating-point and complex buffers that are averaged."""
-        return [b for b, local in self._present_buffers() if _is_float(b) and not local]
+    def float_buffers(self, *, included: bool = False) -> list[Tensor]:
+        """Return the averaged floating-point and complex buffers, if wanted those ``included``."""
+        found = self._present_buffers(included=included)
+        return [b for b, local in found if _is_float(b) and not local]
 
     def integer_buffers(self) -> list[Tensor]:
         """Return the signed integer buffers that become their maximum."""
@@ -151,29 +160,33 @@ class Replica:
             if local or not (_is_float(b) or b.dtype in _COUNTERS)
         ]
 
-    def _present_buffers(self) -> list[tuple[Tensor, bool]]:
+    def _present_buffers(self, *, included: bool = True) -> list[tuple[Tensor, bool]]:
         """Return the buffers that are tensors now, and whether each is in ``local_tensors``."""
         found = [(getattr(m, name, None), local) for m, name, local in self._saved_buffers]
+        if included and self.included:
+            saved, local = self.saved(), local_tensors(self._buffers_of)
+            found += [(saved[name], name in local) for name in self.included]
         return [(buffer, local) for buffer, local in found if isinstance(buffer, Tensor)]
 
     def averaged(self) -> list[Tensor]:
         """Return the averaged parameters and buffers."""
-        return [*self._tensors, *self.float_buffers()]
+        return [*self._tensors, *self.float_buffers(included=True)]
 
-    def _synchronized(self) -> list[Tensor]:
+    def synchronized(self) -> list[Tensor]:
+        """Return all tensors that a consensus may change, the averaged parameters first."""
         return [*self.averaged(), *self.integer_buffers(), *self.other_buffers()]
 
     # -- snapshots -------------------------------------------------------------------------------
 
     def snapshot(self, device: torch.device | str | None = None) -> list[Tensor]:
-        """Return copies of all tensors that a consensus may change, the averaged parameters first.
+        """Return copies of the ``synchronized`` tensors.
 
         ``device`` is the device of the copies. None: that of each tensor.
         """
-        return [t.detach().to(device or t.device, copy=True) for t in self._synchronized()]
+        return [t.detach().to(device or t.device, copy=True) for t in self.synchronized()]
 
     def restore(self, snapshot: Sequence[Tensor]) -> None:
         """Copy the values of a ``snapshot`` back, in place."""
         with torch.no_grad():
-            for target, value in zip(self._synchronized(), snapshot, strict=True):
+            for target, value in zip(self.synchronized(), snapshot, strict=True):
                 target.detach().copy_(value)

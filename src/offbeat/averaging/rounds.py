@@ -12,7 +12,7 @@ import logging
 import operator
 from collections.abc import Sequence
 
-from offbeat.averaging.votes import ALSO, CALLS, Round, Vote
+from offbeat.averaging.votes import CALLS, Round, Vote
 from offbeat.averaging.worker import NonFinite, Worker
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.transport.future import Completed
@@ -143,7 +143,7 @@ class Rounds:
         """Return ``vote`` for the next round: with its number, and with the state of the worker."""
         worker, number = self._worker, self._next
         self._next += 1
-        call = CALLS.get(worker.call, 0) + ALSO * worker.also
+        call = CALLS.get(worker.call, 0) + worker.call_bits
         return vote._replace(round=number, step=worker.step, call=call)
 
     def send(self, vote: Vote) -> Round:

@@ -20,7 +20,9 @@ CALLS = {
     "mean()": 64,
 }
 """Public calls that wait for all workers. Each has a bit in ``Vote.call``."""
-ALSO = 128  # a further bit of ``Vote.call``
+# Further bits of ``Vote.call``:
+ALSO = 128  # the worker averages further modules (``also=…``)
+UNAVERAGED = 256  # tensors that training does not average have changed, or are new
 
 
 class Vote(NamedTuple):
@@ -33,15 +35,13 @@ class Vote(NamedTuple):
         weight: Weight of this worker in the mean (≥ 0).
         stepping: 1 if this worker takes a step in this round. 0 if it waits at a barrier.
         call: Bit of ``CALLS``: the public call in which this worker waits at a barrier. 0 if it
-            waits in none. With the bit ``ALSO`` if further modules are averaged (``also=…``). In
-            the sum, the bits of all workers.
+            waits in none. Perhaps with the bits ``ALSO`` and ``UNAVERAGED``. In the sum, the bits
+            of all workers.
         optimizer: Position of the optimizer that takes this step in the list passed to ``attach``,
             if gradients are averaged. 0 if models are averaged, or in a vote without a step. In
             the sum, that of the workers that take a step.
-        wanted: Return value of ``Strategy.due``: the number of parts of the model that this worker
-            wants to average. 0 if this worker takes no step. In a message of ``ClockedAverager``:
-            the time from sending to arrival of the previous message, in local steps of this worker.
-            Infinite if it is unknown.
+        flight_steps: In a message of ``ClockedAverager``: time from sending to arrival of the
+            previous message, in local steps of this worker. Infinite if it is unknown.
         finite: 0 if this worker's contribution is known to contain NaN or infinity.
         round: Number of the round since the group of workers changed, the same on all workers.
         step: Number of local steps of this worker.
@@ -52,7 +52,7 @@ class Vote(NamedTuple):
     stepping: float = 0.0
     call: float = 0.0
     optimizer: float = 0.0
-    wanted: float = 0.0
+    flight_steps: float = 0.0
     finite: float = 1.0
     round: float = 0.0
     step: float = 0.0
@@ -62,10 +62,9 @@ class Vote(NamedTuple):
         """Return True if this worker waits in ``call``. For the sum: if any worker does."""
         return bool(int(self.call) & CALLS[call])
 
-    @property
-    def also(self) -> bool:
-        """True if this worker waits in a call with ``also=…``. For the sum: if any worker does."""
-        return bool(int(self.call) & ALSO)
+    def has(self, bit: int) -> bool:
+        """Return True if ``call`` has the bit ``ALSO`` or ``UNAVERAGED``."""
+        return bool(int(self.call) & bit)
 
     def row(self) -> list[float]:
         """Return the vote as a list of numbers, which a message contains."""
@@ -98,8 +97,8 @@ class Round:
 def summed_votes(sums: Future[Vote]) -> SummedVotes:
     """Return the sum of the votes for the strategy. Reading an attribute of it waits for them."""
 
-    def read() -> tuple[int, float, tuple[float, ...]]:
+    def read() -> tuple[int, tuple[float, ...]]:
         vote = sums.wait()
-        return int(vote.stepping), vote.wanted, vote.numbers
+        return int(vote.stepping), vote.numbers
 
     return SummedVotes(read)

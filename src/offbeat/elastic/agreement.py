@@ -18,7 +18,8 @@ steps:
 3. *Open.* The members of generation v + 1 open process groups with each other. A worker that the
    decision excludes raises an error.
 4. *Retry.* If step 3 fails, the members of generation v + 1 start again with generation v + 2. If
-   it timed out, each member first finds out which other members it cannot connect to.
+   it timed out, each member first finds out which other members do not return its pings. It does
+   the same if the generation was opened and its workers have not reached the first step.
 
 Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 
@@ -46,7 +47,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from offbeat.elastic import reports
-from offbeat.elastic.heartbeats import HeartbeatConnections, find_unreachable
+from offbeat.elastic.heartbeats import HeartbeatConnections
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import EndedError
 
@@ -299,8 +300,10 @@ class Agreement:
         return self.heartbeats.connect(self._addresses(others)) if others else []
 
     def unreachable(self, members: Iterable[int]) -> list[int]:
-        """Return those ``members`` to which this worker cannot connect. Blocks for at most 2 s."""
-        return find_unreachable(self._addresses([w for w in members if w != self.worker]))
+        """Return those ``members`` that do not return a ping. Blocks for at most about 4 s."""
+        return self.heartbeats.unreachable(
+            self._addresses([w for w in members if w != self.worker])
+        )
 
     def _addresses(self, workers: Iterable[int]) -> dict[int, str]:
         return self.call(partial(self._read_addresses, workers))

@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
 from offbeat.elastic.agreement import Agreement, Decision, polls
-from offbeat.elastic.membership import StoreMembership
+from offbeat.elastic.membership import StoreMembership, UnreachableError
 from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.communicator import Communicator, Transport
@@ -58,10 +58,6 @@ LATEST_TRAINING = "offbeat/elastic"
 _STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
 _REFUSED_SECONDS = 5.0  # time after which members whose ports refuse connections count as dead
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
-
-
-class UnreachableError(CommunicationError):
-    """The members cannot connect to this worker."""
 
 
 def gathering_from_environment() -> "Gathering | None":

@@ -1,16 +1,19 @@
 """Heartbeat connections: sockets that are closed when the process at the other end ends.
 
-No data are sent on them. When a process ends, the kernel of its machine closes its sockets, and the
-workers at the other ends notice that. The kernels also exchange TCP keep-alive probes, which show
-that a machine or the network is down.
+When a process ends, the kernel of its machine closes its sockets, and the workers at the other ends
+notice that. The kernels also exchange TCP keep-alive probes, which show that a machine or the
+network is down. A *ping* is a byte on a connection of its own, which the other process returns. It
+shows that data arrive in both directions.
 """
 
+import contextlib
 import errno
 import os
 import select
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,8 @@ from offbeat.errors import AttachError
 from offbeat.transport.torch_backend.network_interface import gloo_address
 
 _CONNECT_SECONDS = 2.0  # time limit of a connection
+_PING = b"?"
+_POLL_SECONDS = 0.01  # time between two looks for a ping that was returned
 _PROBES = 3  # unanswered keep-alive probes after which a connection has failed
 _BACKLOG = 4096  # number of connections that may wait to be accepted; the default maximum of Linux
 
@@ -29,8 +34,9 @@ class HeartbeatConnections:
     Each process listens on a port. The kernel completes connections to this port even while the
     process computes or is suspended, and closes them when the process ends, whether the process has
     accepted them or not. So neither threads nor messages are needed. ``dead`` accepts connections,
-    because the kernel completes no more of them while ``_BACKLOG`` wait. A machine that loses power
-    or its network closes no connections, so its workers are not dead but ``silent``.
+    because the kernel completes no more of them while ``_BACKLOG`` wait, and returns pings. A
+    machine that loses power or its network closes no connections, so its workers are not dead but
+    ``silent``.
 
     Args:
         timeout_seconds: Time after which a worker without power or network is silent (about 7/8 of
@@ -102,7 +108,8 @@ class HeartbeatConnections:
         with self._checking:
             # Other threads may close sockets at the same time.
             sockets = list(self._sockets.items())
-            closed = _closed_by_peer([*self._accepted, *(socket_ for _, socket_ in sockets)])
+            readable = _readable([*self._accepted, *(socket_ for _, socket_ in sockets)])
+            closed = {socket_ for socket_ in readable if not self._returns_ping(socket_)}
             lost = {worker: _error_of(socket_) for worker, socket_ in sockets if socket_ in closed}
             for worker in lost:
                 self._sockets.pop(worker, None)
@@ -115,6 +122,40 @@ class HeartbeatConnections:
                 self._dead.update(self.connect({worker: self._addresses[worker]}))
         return frozenset(self._dead)
 
+    def unreachable(self, addresses: Mapping[int, str]) -> list[int]:
+        """Return the workers that do not return a ping. Blocks for at most about 4 s.
+
+        A worker returns it while it waits for others, and not while it computes or is suspended.
+
+        Args:
+            addresses: See ``connect``.
+        """
+        waiting, _ = _open(addresses)
+        missing = [worker for worker in addresses if worker not in waiting]
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        for connection in waiting.values():
+            connection.setblocking(False)
+            connection.sendall(_PING)
+        while waiting and time.monotonic() < deadline:
+            self.dead()  # the others send pings, too
+            readable = _readable(waiting.values())
+            for worker in [w for w, connection in waiting.items() if connection in readable]:
+                with waiting.pop(worker) as connection:
+                    if not _received(connection):
+                        missing.append(worker)
+            time.sleep(_POLL_SECONDS)
+        for connection in waiting.values():
+            connection.close()
+        return sorted([*missing, *waiting])
+
+    def _returns_ping(self, connection: socket.socket) -> bool:
+        """Return a ping that has arrived. False if the other end has closed the connection."""
+        if connection not in self._accepted or not _received(connection):
+            return False
+        with contextlib.suppress(OSError):
+            connection.send(_PING)
+        return True
+
     def _accept(self) -> None:
         """Accept all connections that wait. Never blocks."""
         with _accepting:
@@ -123,19 +164,27 @@ class HeartbeatConnections:
                     connection, _ = self._listener.accept()
                 except OSError:  # no more wait, too many files are open, or the listener is closed
                     return
+                connection.setblocking(False)
                 self._accepted.add(connection)
                 if self._listener.fileno() < 0:  # another thread has called close() meanwhile
                     self._accepted.discard(connection)
                     connection.close()
 
 
-def _closed_by_peer(sockets: Iterable[socket.socket]) -> set[socket.socket]:
-    """Return those ``sockets`` whose other end is closed."""
+def _received(connection: socket.socket) -> bytes:
+    """Return what a non-blocking connection has received; nothing if the other end is closed."""
+    try:
+        return connection.recv(len(_PING))
+    except OSError:
+        return b""
+
+
+def _readable(sockets: Iterable[socket.socket]) -> set[socket.socket]:
+    """Return those ``sockets`` that have received data or whose other end is closed."""
     poll = select.poll()
     by_descriptor = {socket_.fileno(): socket_ for socket_ in sockets}
     by_descriptor.pop(-1, None)  # another thread has closed this socket just now
     for descriptor in by_descriptor:
-        # No data are sent, so a socket is readable only once the other end is closed.
         poll.register(descriptor, select.POLLIN)
     return {by_descriptor[descriptor] for descriptor, _ in poll.poll(0)}
 
@@ -174,17 +223,6 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
     os.register_at_fork(
         before=_accepting.acquire, after_in_parent=_accepting.release, after_in_child=_close_all
     )
-
-
-def find_unreachable(addresses: Mapping[int, str]) -> list[int]:
-    """Return the workers to which no new connection can be opened now; see ``connect``.
-
-    A worker whose process is suspended can be reached. One whose process has ended cannot.
-    """
-    opened, _ = _open(addresses)
-    for connection in opened.values():
-        connection.close()
-    return [worker for worker in addresses if worker not in opened]
 
 
 def _open(addresses: Mapping[int, str]) -> tuple[dict[int, socket.socket], set[int]]:

@@ -7,6 +7,7 @@ another generation if that fails.
 
 import itertools
 import logging
+import math
 import time
 from functools import partial
 
@@ -30,6 +31,10 @@ _STORE_SECONDS = 0.25  # time between two reads of the store
 _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
 
 
+class UnreachableError(CommunicationError):
+    """The members cannot connect to this worker, so it is no use to ask again."""
+
+
 class StoreMembership:
     """Implements ``Membership`` over the store of the training, for one worker.
 
@@ -46,6 +51,7 @@ class StoreMembership:
         self._decision = Decision([], 0)  # on the current generation
         self._member_died = False
         self._last_check = 0.0
+        self._opened = math.inf  # time of the opening of a generation that has not begun to train
 
     # -- generations -------------------------------------------------------------------------------
 
@@ -74,6 +80,7 @@ class StoreMembership:
         )
         close_at_exit(self._poll)
         self._member_died, self._last_check = False, time.monotonic()
+        self._opened = time.monotonic()
         return self.generation
 
     def enter_first(self, number: int, decision: Decision) -> Generation:
@@ -118,7 +125,7 @@ class StoreMembership:
 
         Never blocks. If the store does not answer, only deaths are noticed.
         """
-        now = time.monotonic()
+        self._opened, now = math.inf, time.monotonic()
         if now - self._last_check > _HEARTBEAT_SECONDS:
             self._last_check = now
             dead = self._agreement.heartbeats.dead()
@@ -138,8 +145,11 @@ class StoreMembership:
             before: Decision on generation ``generation``.
             step: Number of steps that this worker has taken; None if it was in no generation yet.
         """
-        started, patience = time.monotonic(), self._silence_seconds
-        arrival = Arrival(step is None, [])
+        started, patience, unreachable = time.monotonic(), self._silence_seconds, list[int]()
+        # In a generation that has not begun to train, members wait for others, and return pings.
+        if started - self._opened > 0.9 * self._silence_seconds:
+            unreachable = self._agreement.unreachable(before.members)
+        arrival = Arrival(step is None, unreachable)
         for number in itertools.count(generation + 1):
             earlier = before.members
             before = self._agreement.decide(number, before, patience, arrival)
@@ -193,16 +203,18 @@ class StoreMembership:
 
     def _left_behind(self, number: int, decision: Decision, step: int | None) -> CommunicationError:
         """Return the error of a worker that the ``decision`` on generation ``number`` excludes."""
+        kind = CommunicationError
         reason = (
             f"The others wait {self._silence_seconds:g} s for a silent worker (timeout_seconds, "
             "but at most 30 s)"
         )
         if self._worker in decision.disconnected:
+            kind = UnreachableError
             reason = (
                 "It and they cannot all connect to each other, and the largest connected part of "
                 "the workers that have the model continues: check the network between them"
             )
-        return CommunicationError(
+        return kind(
             f"rank {self._worker} was left behind at step {step or 0}: "
             f"{ranks_text(decision.members)} are in generation {number}. {reason}. Attach again to "
             "join them"

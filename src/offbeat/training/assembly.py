@@ -7,7 +7,6 @@
 - ``training.stats_recorder`` updates the totals and writes the telemetry records.
 """
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
@@ -29,15 +28,12 @@ from offbeat.training.checks.loading import refuse_loading
 from offbeat.training.checks.unfinished import UnfinishedWarning
 from offbeat.training.consensus import Consensus
 from offbeat.training.ddp import DDPSuppressor
-from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
+from offbeat.training.hooks import Removable, ScalerHooks, attached, hook_optimizer
 from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.adam_correction import AdamCorrection
 from offbeat.training.learning_rate.step_factor import StepFactor
 from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.transport.team import Team
-
-attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Models and optimizers that are attached in this process."""
 
 
 class Components:

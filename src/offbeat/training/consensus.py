@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from offbeat.averaging import Replica, Worker
 from offbeat.averaging.exact_mean import ExactMean
-from offbeat.averaging.votes import Round
+from offbeat.averaging.votes import ALSO, UNAVERAGED, Round
 from offbeat.errors import (
     AttachError,
     CheckpointError,
@@ -29,13 +29,14 @@ from offbeat.errors import (
 )
 from offbeat.nodes.shards import Shards
 from offbeat.training.checks.comparison import (
-    checksum,
     compare_final,
     compare_modules,
+    model_checksum,
     warn_if_not_counted,
 )
 from offbeat.training.checks.compatibility import require_usable
 from offbeat.training.checks.consistency import copy_rank_0
+from offbeat.training.checks.unaveraged import Unaveraged
 from offbeat.training.iteration import Iteration
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class Consensus:
         shards: Shards | None,
     ) -> None:
         self._worker, self._iteration, self._shards = worker, iteration, shards
+        self._unaveraged = Unaveraged(worker)
         self._start = 0  # checksum of the model from which training starts
         self.ended = False
         self.complete = True
@@ -78,7 +80,8 @@ class Consensus:
 
     def note_start(self) -> None:
         """Handle a model from which training starts or continues, equal on all workers."""
-        self._start = checksum(self._worker)
+        self._start = model_checksum(self._worker)
+        self._unaveraged.note()
         self.note_parameters()
 
     def note_parameters(self) -> None:
@@ -175,11 +178,14 @@ class Consensus:
         if self._shards is not None:
             self._shards.reshard()
         worker = self._worker
-        worker.call, worker.also = call, also is not None and bool(also.everything())
+        worker.call, worker.call_bits = call, 0
+        if also is not None:
+            worker.call_bits += ALSO * bool(also.everything())
+            worker.call_bits += UNAVERAGED * self._unaveraged.changed()
         try:
             return self._iteration.wait_for_all()
         finally:
-            worker.call, worker.also = "", False
+            worker.call, worker.call_bits = "", 0
 
     def before_save(self, call: str) -> None:
         """Land what is in flight, so that the state can be saved or replaced. A collective.
@@ -202,6 +208,7 @@ class Consensus:
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
         averages_also = compare_modules(self._worker, last.wait(), also, finishing=finishing)
+        self._unaveraged.include(last.wait())
         self.complete = not last.wait().is_in("finish()")
         local = self._worker.replica.snapshot(), also.snapshot()
         try:
@@ -241,6 +248,7 @@ class Consensus:
         if self._shards is not None:
             self._shards.reshard()
         self._worker.replica.restore(local[0])
+        self._worker.replica.included = ()
         also.restore(local[1])
         self._versions = self._worker.replica.versions()  # and ``touched`` remains
 
@@ -267,6 +275,7 @@ class Consensus:
             last = self._wait_for_all("finish()", also)
         with team.account.paused():
             averages_also = compare_modules(self._worker, last.wait(), also, finishing=True)
+            self._unaveraged.include(last.wait())
         self._average(last, final=True)
         if averages_also:
             self._average_also(also)

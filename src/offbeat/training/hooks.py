@@ -1,7 +1,9 @@
 """Hooks on the user's optimizers and GradScaler, which report each step to ``Iteration``."""
 
 import contextlib
+import functools
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -9,13 +11,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat.averaging import AttachedOptimizer
 from offbeat.errors import AttachError
 from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.step_factor import StepFactor
-from offbeat.training.optimizers import enable_step_hooks, inner_optimizers
+from offbeat.training.optimizers import enable_step_hooks
 
+attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Models and optimizers that are attached in this process."""
+_iterations: "weakref.WeakSet[Iteration]" = weakref.WeakSet()
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
@@ -37,22 +43,22 @@ def hook_optimizer(
 
     ``factor`` changes the learning rates during the step. In a step with a closure, ``before_step``
     is called after the closure. The hooks raise an AttachError if the optimizer does not call its
-    closure exactly once in a step, or if it contains an inner optimizer that steps outside of
-    ``optimizer.step``. In the first step, they also raise it if the optimizer communicates while
-    the workers do not step together, or, unless ``scaled`` is set, if a GradScaler takes the step.
+    closure exactly once in a step. In the first step, they also raise it if the optimizer
+    communicates while the workers do not step together, or, unless ``scaled`` is set, if a
+    GradScaler takes the step. So does a step of an unknown optimizer of the same parameters.
     """
     optimizer, index = attached.optimizer, attached.index
-    in_step = uncalled = False
+    uncalled = False
     first, collectives = True, -1  # the number at the begin of the first step
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
-        nonlocal in_step, uncalled, first, collectives
+        nonlocal uncalled, first, collectives
         # A step may call the hooked step of its base class.
-        first = first and (collectives < 0 or in_step)
+        first = first and (collectives < 0 or iteration.in_step)
         if first and not scaled:
             _require_no_scaler()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        in_step, uncalled, changed = True, closure is not None, None
+        iteration.in_step, uncalled, changed = True, closure is not None, None
         if closure is None:
             iteration.before_step(index)
         elif len(args) > 1:
@@ -83,8 +89,7 @@ def hook_optimizer(
         return once
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal in_step
-        in_step = False
+        iteration.in_step = False
         if first and not iteration.flow.replicates and _own_collectives() != collectives:
             raise AttachError(
                 f"{type(optimizer).__name__} (or its closure) communicates in its step, and under "
@@ -100,28 +105,45 @@ def hook_optimizer(
         overflow = getattr(optimizer, "found_inf", None)
         iteration.complete(index, skipped=overflow is not None and bool(overflow))
 
-    def before_inner(inner: Optimizer, args: Any, kwargs: Any) -> None:
-        # For example SAM (sharpness-aware minimization) if the training loop calls first_step()
-        # and second_step(), which step the inner optimizer, and never SAM.step().
-        if not in_step:
-            raise AttachError(
-                f"the {type(inner).__name__} inside this {type(optimizer).__name__} took a step "
-                f"outside of {type(optimizer).__name__}.step(), which would not be synchronized: "
-                "attach the optimizer inside"
-            )
-
     # A training step under torch.compile would otherwise trace into the communication.
     untraced: Callable[[Any], Any] = torch.compiler.disable
     enable_step_hooks(optimizer)
+    _iterations.add(iteration)
+    _watch_all_optimizers()
     return [
         *([] if factor is None else [factor]),
         optimizer.register_step_pre_hook(untraced(before)),
         optimizer.register_step_post_hook(untraced(after)),
-        *(
-            inner.register_step_pre_hook(untraced(before_inner))
-            for inner in inner_optimizers(optimizer)
-        ),
     ]
+
+
+@functools.cache
+def _watch_all_optimizers() -> None:
+    """Call ``_require_known`` before each step of any optimizer in this process."""
+    register_optimizer_step_pre_hook(torch.compiler.disable(_require_known))
+
+
+def _require_known(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise AttachError if an unknown optimizer steps parameters that are averaged.
+
+    An attached optimizer may contain it, and it may contain an attached one. SAM (sharpness-aware
+    minimization) contains one that steps outside of ``SAM.step()`` if the training loop calls
+    ``first_step()`` and ``second_step()``, which must therefore be attached.
+    """
+    if optimizer in attached:
+        return
+    inside = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    if any(each in attached for each in inside):
+        return
+    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for iteration in _iterations:
+        if iteration.active and not iteration.in_step and not moved.isdisjoint(iteration.trained):
+            raise AttachError(
+                f"this {type(optimizer).__name__} steps parameters of the attached model, and "
+                "attach() does not know it, so that its steps would not be synchronized: give all "
+                "optimizers to attach() (of an optimizer that contains another, the inner one), or "
+                "detach() and attach again with the new one"
+            )
 
 
 def _own_collectives() -> int:

@@ -18,6 +18,7 @@ from offbeat import AttachError
 from offbeat.extend import AttachedOptimizer, as_real, setting
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
+from offbeat_lab.methods.tunable import Axis, Tunable
 
 
 def _require_unchanged_gradients(group: dict[str, Any]) -> None:
@@ -243,6 +244,7 @@ class Downpour(ServerStrategy):
 
     name: ClassVar[str] = "downpour"
     flow: ClassVar[type[ServerFlow]] = DownpourFlow
+    tunable: ClassVar[Tunable] = Tunable((Axis("push_every"),))
     push_every: int = setting(1, least=1)
     fetch_every: int = setting(1, least=1)
     server_optimizer: Literal["sgd", "adagrad"] = "sgd"

@@ -13,6 +13,7 @@ from typing_extensions import override
 from offbeat.extend import AttachedOptimizer, setting
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
+from offbeat_lab.methods.tunable import Axis, Tunable
 
 
 class ElasticRule(Rule):
@@ -143,6 +144,7 @@ class EASGD(ServerStrategy):
 
     name: ClassVar[str] = "easgd"
     flow: ClassVar[type[ServerFlow]] = EASGDFlow
+    tunable: ClassVar[Tunable] = Tunable((Axis("period"),))
     period: int = setting(10, least=1)
     alpha: float | None = setting(None, above=0, below=1)
     synchronous: bool = False

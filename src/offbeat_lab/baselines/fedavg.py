@@ -26,6 +26,7 @@ from offbeat.extend import (
     setting,
     transient,
 )
+from offbeat_lab.methods.tunable import Axis, Tunable
 
 _PURPOSE = int.from_bytes(b"fedavg", "big")  # part of the seed of each draw
 _LARGEST_DENOMINATOR = 10**6  # settings are converted to fractions: 0.1 is exactly 1/10
@@ -148,6 +149,7 @@ class FedAvg(Strategy):
     """
 
     name: ClassVar[str] = "fedavg"
+    tunable: ClassVar[Tunable] = Tunable((Axis("period"),), ({"period": 8},))
     period: int | None = setting(None, least=1)
     rounds_per_epoch: float | None = setting(None, least=1 / _LARGEST_DENOMINATOR)
     steps_per_epoch: int | None = setting(None, least=1)
@@ -202,9 +204,9 @@ class FedAvg(Strategy):
         return FedAvgState()
 
     @override
-    def due(self, worker: WorkerView) -> float:
+    def due(self, worker: WorkerView) -> bool:
         steps = self._steps_until(worker.launches + 1) - self._steps_until(worker.launches)
-        return float(worker.since_launch >= steps)
+        return worker.since_launch >= steps
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:

@@ -33,6 +33,7 @@ from offbeat.extend import (
     WorkerView,
     setting,
 )
+from offbeat_lab.methods.tunable import Axis, Tunable
 
 _CHUNK = 4096  # largest number of elements of a chunk: an index has 12 bits
 _BITS, _ENTRIES, _WORD = 14, 4, 7  # bits of an entry; entries and bytes of a word
@@ -196,6 +197,7 @@ class SparseLoCo(Strategy):
     """
 
     name: ClassVar[str] = "sparseloco"
+    tunable: ClassVar[Tunable] = Tunable((Axis("period"), Axis("density")), ({"period": 4},))
     period: int = setting(50, least=1)
     density: float = setting(1 / 64, above=0, most=1)
     outer_lr: float = setting(1.0, above=0)
@@ -209,5 +211,5 @@ class SparseLoCo(Strategy):
         )
 
     @override
-    def due(self, worker: WorkerView) -> float:
-        return float(worker.since_launch >= self.period)
+    def due(self, worker: WorkerView) -> bool:
+        return worker.since_launch >= self.period

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from offbeat.extend import setting
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
+from offbeat_lab.methods.tunable import Axis, Tunable
 
 
 class SSPFlow(ServerFlow):
@@ -155,4 +156,5 @@ class SSP(ServerStrategy):
 
     name: ClassVar[str] = "ssp"
     flow: ClassVar[type[ServerFlow]] = SSPFlow
+    tunable: ClassVar[Tunable] = Tunable((Axis("staleness"),), ({"staleness": 4},))
     staleness: int = setting(least=0)

@@ -142,7 +142,15 @@ def tuning(results: Sequence[Result]) -> Table | None:
         The table, or None if ``results`` has no trials.
     """
     cells = [
-        (choice.method, choice.job.label, str(choice.trials), choice.rate)
+        (
+            choice.method,
+            choice.job.label,
+            str(choice.trials),
+            f"never, ends at {choice.final:.4g}"
+            if choice.seconds is None
+            else f"{choice.seconds:.1f} s",
+            f"budget ended before: {', '.join(choice.untried)}" if choice.untried else "complete",
+        )
         for choice in choices(results)
     ]
     if not cells:
@@ -151,6 +159,8 @@ def tuning(results: Sequence[Result]) -> Table | None:
     assert trial.trial is not None
     caption = (
         f"Settings chosen with at most {trial.trial.budget} trials per method and the seed "
-        f"{trial.job.seed}, which is not in the other tables"
+        f"{trial.job.seed}, which is not in the other tables. The first to reach 98 % of what the "
+        "best trial of the ideal gains was chosen. A search is complete if all neighbouring values "
+        "were tried"
     )
-    return Table(("strategy", "chosen", "trials", "best learning rate"), tuple(cells), caption)
+    return Table(("strategy", "chosen", "trials", "to 98 %", "search"), tuple(cells), caption)

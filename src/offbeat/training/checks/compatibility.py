@@ -85,16 +85,10 @@ def require_abilities(
             "min_workers with node_group: a node cannot continue without one of its workers; leave "
             f"one of them out{_RUN}"
         )
-    if isinstance(averages, Gradients):
-        if elastic and optimizers > 1:
-            raise AttachError(
-                f"min_workers with {strategy} and several optimizers, whose gradients are averaged "
-                f"one after the other: use one optimizer, or leave it out{_RUN}"
-            )
-    elif sharded and averages.optimizer_state:
+    if isinstance(averages, Gradients) and elastic and optimizers > 1:
         raise AttachError(
-            f"{strategy} with a model that fully_shard has divided: the optimizers' state cannot "
-            'be averaged there; use optimizer_state="local"'
+            f"min_workers with {strategy} and several optimizers, whose gradients are averaged "
+            f"one after the other: use one optimizer, or leave it out{_RUN}"
         )
 
 
@@ -146,11 +140,10 @@ def require_usable(model: nn.Module) -> None:
 def require_synchronous_layers(model: nn.Module, strategy: Strategy, *, nodes: bool) -> None:
     """Raise AttachError if ``model`` has a SyncBatchNorm whose workers do not step together.
 
-    Its forward pass is a collective. The workers step together if ``strategy`` averages gradients
-    in every step. With ``nodes`` (``node_group``) those of a node do, too.
+    Its forward pass is a collective. The workers step together if ``strategy`` averages
+    gradients. With ``nodes`` (``node_group``) those of a node do, too.
     """
-    averages = strategy.averages()
-    if isinstance(averages, Gradients) and averages.every_step:
+    if isinstance(strategy.averages(), Gradients):
         return
     for name, module in model.named_modules():
         inside = nodes and getattr(module, "process_group", None) is not None

@@ -1,6 +1,7 @@
 """Refuses ``load_state_dict`` on an attached model, outside a consensus.
 
 A strategy may store the global model, and would undo values that are loaded into the local model.
+Frozen modules can be loaded, for example the target network of a DQN.
 """
 
 import contextlib
@@ -40,4 +41,5 @@ def refuse_loading(model: nn.Module, iteration: Iteration) -> list[RemovableHand
         module.register_load_state_dict_pre_hook(_Hook(iteration))
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)  # does not support this hook
+        and any(parameter.requires_grad for parameter in module.parameters())
     ]

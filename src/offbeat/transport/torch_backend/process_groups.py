@@ -14,19 +14,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from offbeat.transport.torch_backend.store_access import call_within
+from offbeat.transport.torch_backend.store_access import NoAnswerError, call_within
 from offbeat.transport.torch_backend.threads import call_in_thread
 
+T = TypeVar("T")
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
 _GIVEN_UP = "given up"  # key in the store: the first member that gave up opening the group, and why
 _POLL_SECONDS = 0.0005, 0.05  # pauses between reads of the store: the first, and the longest
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
-_STORE_SECONDS = 1.0  # longest wait for the store to accept that key
+_STORE_SECONDS = 1.0  # longest wait for the store to accept that key, and least to answer
+_GLOO_SECONDS = 2.0  # least time in which gloo must connect to a member that has arrived
 _NOTICE_SECONDS = 0.2  # delay with which the end of a member may be noticed after gloo has failed
 Group: TypeAlias = Any
 """A torch process group. Torch does not annotate all of its methods."""
@@ -92,6 +94,7 @@ class GroupFactory:
         self._store, self._name, self._numbers = store, name, numbers
         self._opening_seconds, self._abandoned_key = opening_seconds, abandoned_key
         self._members: list[int] = []  # ranks in torch's default group
+        self._deadline = math.inf  # of the opening, by time.monotonic()
 
     @classmethod
     def among(
@@ -141,10 +144,11 @@ class GroupFactory:
         """
         self.store = self.new_store()
         opening_seconds = min(self._opening_seconds, timeout_seconds)
+        self._deadline = time.monotonic() + opening_seconds
         try:
-            self._await_members(opening_seconds)
+            self._await_members()
             group = self._make(backend, opening_seconds)
-            if opening_seconds < timeout_seconds:
+            if backend == "gloo" or opening_seconds < timeout_seconds:
                 group.set_timeout(timedelta(seconds=timeout_seconds))
             return group
         except BaseException as error:
@@ -161,26 +165,31 @@ class GroupFactory:
 
     def _make(self, backend: str, seconds: float) -> Group:
         """Construct a group. Gives up if a member ends, for which gloo would wait."""
-        limit = timedelta(seconds=seconds)
         if backend != "gloo":
+            limit = timedelta(seconds=seconds)
             return dist.new_group(
                 self._members, timeout=limit, backend=backend, use_local_synchronization=True
             )
+        # Gloo waits five times its limit for a member that connects to this one. Python must wait
+        # for that at exit, so the limit is a fifth.
+        gloo_seconds = min(seconds, max(_GLOO_SECONDS, seconds / 5))
         # This thread polls the store while gloo uses it, so each needs its own connection.
-        store, deadline = self.store.clone(), time.monotonic() + seconds + _MARGIN_SECONDS
+        store = self._ask(self.store.clone)
+        self._deadline = time.monotonic() + seconds + _MARGIN_SECONDS
 
         def poll() -> None:
-            self._require_members()
-            if time.monotonic() > deadline:
+            self._ask(self._require_members)
+            if time.monotonic() > self._deadline:
                 raise OpeningError("gloo did not connect all members that had arrived")
 
         try:
+            limit = timedelta(seconds=gloo_seconds)
             return call_in_thread(
                 lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit),
                 name="opening of a group",
                 poll=poll,
                 interval_seconds=_POLL_SECONDS[1],
-                deadline=deadline,
+                deadline=time.monotonic() + 5 * gloo_seconds + _MARGIN_SECONDS,
             )
         except RuntimeError as error:
             if not isinstance(error, OpeningError):
@@ -191,7 +200,7 @@ class GroupFactory:
         """Raise OpeningError if a member has ended or given up, so that gloo failed."""
         deadline = time.monotonic() + _NOTICE_SECONDS
         while time.monotonic() < deadline:
-            self._require_members()
+            self._ask(self._require_members)
             time.sleep(_POLL_SECONDS[0])
 
     def _require_members(self) -> None:
@@ -206,19 +215,30 @@ class GroupFactory:
         if lost:
             raise OpeningError(f"{ranks_text(lost)} died")
 
-    def _await_members(self, timeout_seconds: float) -> None:
-        deadline, (pause, longest) = time.monotonic() + timeout_seconds, _POLL_SECONDS
-        self.store.set(f"here/{self.rank}", "")
-        keys = [f"here/{rank}" for rank in range(self.size)]
-        while True:
+    def _await_members(self) -> None:
+        pause, longest = _POLL_SECONDS
+        self._ask(lambda: self.store.set(f"here/{self.rank}", ""))
+
+        def absent() -> list[int]:
             self._require_members()
+            keys = [f"here/{rank}" for rank in range(self.size)]
             if self.store.check(keys):
-                return
-            if time.monotonic() > deadline:
-                absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise OpeningError(f"{ranks_text(absent)} did not come")
+                return []
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+        while missing := self._ask(absent):
+            if time.monotonic() > self._deadline:
+                raise OpeningError(f"{ranks_text(missing)} did not come")
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+    def _ask(self, function: Callable[[], T]) -> T:
+        """Return the result of ``function``, which accesses the store, before the deadline."""
+        seconds = max(_STORE_SECONDS, self._deadline - time.monotonic())
+        try:
+            return call_within(seconds, function)
+        except NoAnswerError:
+            raise OpeningError("the store does not answer") from None
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

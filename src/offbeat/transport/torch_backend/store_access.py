@@ -12,6 +12,10 @@ _SLICES = 20  # number of short waits in call_within()
 _CLOSE_SECONDS = 1.0  # time limit of KeyPoll.close()
 
 
+class NoAnswerError(RuntimeError):
+    """The store has not answered within the time limit."""
+
+
 def call_within(seconds: float, function: Callable[[], T]) -> T:
     """Call ``function``, which accesses a store, in a thread, and return its result.
 
@@ -23,13 +27,14 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
         function: Function to call. At the time limit its thread is abandoned.
 
     Raises:
-        RuntimeError: The time limit has passed, or ``function`` raised it.
+        NoAnswerError: The time limit has passed.
+        RuntimeError: ``function`` raised it.
     """
     slices = iter(range(_SLICES - 1))
 
     def poll() -> None:
         if next(slices, None) is None:
-            raise RuntimeError(f"no answer within {seconds:g} s")
+            raise NoAnswerError(f"no answer within {seconds:g} s")
 
     return call_in_thread(function, name="store", poll=poll, interval_seconds=seconds / _SLICES)
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _YIELD_SECONDS = 0.05  # pause at exit for gloo's threads
-_EXIT_SECONDS = 5.0  # time for which Python waits at exit for threads without a deadline
+_EXIT_SECONDS = 3.0  # time for which Python waits at exit for threads without a deadline
 
 _abandoned: list[tuple[threading.Thread, float | None]] = []
 """Threads with their deadlines."""
@@ -78,7 +78,7 @@ def abandon_thread(thread: threading.Thread, deadline: float | None = None) -> N
 
     Args:
         thread: The thread.
-        deadline: End of that wait, by ``time.monotonic``. None: 5 s after its beginning.
+        deadline: End of that wait, by ``time.monotonic``. None: 3 s after its beginning.
     """
     _abandoned[:] = [(other, limit) for other, limit in _abandoned if other.is_alive()]
     _abandoned.append((thread, deadline))

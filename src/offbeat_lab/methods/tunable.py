@@ -1,0 +1,84 @@
+"""The settings that tuning changes, declared by each method.
+
+The baselines declare theirs in their class, as ``tunable``. So may a custom strategy. The table
+here has the strategies of Offbeat, which do not know the laboratory.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from offbeat import BSP, AsyncAveraging, DiLoCo, LocalSGD, SelSync, StreamingAveraging
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting with its possible values in order. Numbers have no end but the method's own.
+
+    Attributes:
+        name: Field of ``Job`` or of the strategy.
+        values: All possible values. Empty: the first value, doubled or halved repeatedly.
+        unit: Whole numbers are multiples of it.
+        below_one: True if the distance to 1 is halved or doubled instead.
+    """
+
+    name: str
+    values: tuple[Any, ...] = ()
+    unit: int = 1
+    below_one: bool = False
+
+    def next(self, value: Any, *, up: bool) -> Any:
+        """Return the neighbour of ``value``, or None if there is none."""
+        if self.values:
+            neighbours = dict(pairwise(self.values if up else self.values[::-1]))
+            return neighbours.get(value)
+        if self.below_one:
+            following = round((1 + value) / 2 if up else max(0.0, 2 * value - 1), 4)
+        elif up:
+            following = 2 * value
+        elif isinstance(value, int):
+            units = value / self.unit
+            following = self.unit * math.ceil(units / 2) if units > 1 else 0
+        else:
+            following = value / 2
+        return None if following == value else following
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """What tuning tries with a method.
+
+    Attributes:
+        axes: Settings of the strategy to change, in this order, besides wire and learning rate.
+        known: Settings that were best so far, by name: the first trials. The value ``TAU`` stands
+            for τ = 2·⌈mean / step⌉, where "mean" is the time of a mean in the trial before.
+    """
+
+    axes: tuple[Axis, ...] = ()
+    known: tuple[Mapping[str, Any], ...] = ({},)
+
+
+TAU = "tau"
+_OFFBEAT: Mapping[Any, Tunable] = {
+    BSP: Tunable(known=({"wire": "int4"},)),
+    LocalSGD: Tunable((Axis("period"),), ({"period": 2, "wire": "int4"},)),
+    SelSync: Tunable(
+        (Axis("target_lssr", below_one=True),), ({"target_lssr": 0.6, "wire": "int4"},)
+    ),
+    AsyncAveraging: Tunable(
+        (Axis("schedule", ("cyclic", "eager")), Axis("staleness", unit=2)),
+        ({"schedule": "eager", "wire": "int2"}, {"staleness": TAU, "wire": "int2"}),
+    ),
+    StreamingAveraging: Tunable((Axis("outer_gain", ("auto", 1)),)),
+    DiLoCo: Tunable(
+        (Axis("period"), Axis("outer_lr"), Axis("outer_momentum", below_one=True)),
+        ({"period": 8, "outer_momentum": 0.6, "wire": "int4"},),
+    ),
+}
+
+
+def tunable_of(kind: object) -> Tunable:
+    """Return what a class of strategies declares. One that declares nothing has no settings."""
+    return getattr(kind, "tunable", None) or _OFFBEAT.get(kind, Tunable())
