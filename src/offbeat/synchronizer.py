@@ -149,7 +149,8 @@ class Synchronizer:
         counts neither time nor bytes of the context.
 
         Parameters, floating-point buffers and complex buffers become the mean. Signed integer
-        buffers become their maximum. All other buffers (masks, bytes) become those of rank 0.
+        buffers become their maximum. All other buffers (masks, bytes) become those of rank 0, and
+        so do buffers that DDP is set to ignore, and the vectors of a spectral norm.
 
         To evaluate on one rank, test ``sync.rank`` inside the context; no barrier is needed. The
         other workers leave the context and train until they need this one, and then wait for at
