@@ -151,6 +151,8 @@ class Synchronizer:
         Parameters, floating-point buffers and complex buffers become the mean. Signed integer
         buffers become their maximum. All other buffers (masks, bytes) become those of rank 0, and
         so do buffers that DDP is set to ignore, and the vectors of a spectral norm.
+        Frozen parameters that the script has changed, and tensors created after ``attach``, are
+        combined like buffers if they differ between the workers.
 
         To evaluate on one rank, test ``sync.rank`` inside the context; no barrier is needed. The
         other workers leave the context and train until they need this one, and then wait for at

@@ -94,10 +94,10 @@ def test_without_a_mean_of_gradients_each_worker_clips_local_gradients(
         close(model, reference.flat()[0])
 
 
-def skipping(rank: int, size: int) -> Any:
+def skipping(rank: int, size: int, keep: bool) -> Any:
     model, optimizer, sync = start(rank, "bsp")
     for step in range(STEPS):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not keep)
         loss_of(model, make_batch(rank, step)).backward()
         by_torch(model, sync)
         if step % 3 != 1:
@@ -107,8 +107,9 @@ def skipping(rank: int, size: int) -> Any:
     return flat(model), counted
 
 
-def test_a_loop_may_skip_a_step() -> None:
-    """It does not count, and the next gradients are averaged, too."""
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_loop_may_skip_a_step(keep: bool) -> None:
+    """It does not count, and the next gradients are averaged, too, also in the same tensors."""
     model = make_model(0)
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -118,7 +119,7 @@ def test_a_loop_may_skip_a_step() -> None:
         clip_by_torch(model.parameters(), MAX_NORM)
         if step % 3 != 1:
             optimizer.step()
-    for result, counted in run(skipping, workers=2):
+    for result, counted in run(skipping, keep, workers=2):
         close(result, flat(model))
         assert counted == 4
 
