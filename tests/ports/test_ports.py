@@ -63,7 +63,7 @@ def train(
 ) -> tuple[Tensor, Tensor, float]:
     """Run a script as torchrun does. Return parameters, buffers and the last loss."""
     torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
-    os.environ |= {name: str(value) for name, value in torchrun.items()}
+    os.environ |= {variable: str(value) for variable, value in torchrun.items()}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     path = HERE / f"{name}.py"
     source = path.read_text()
@@ -74,8 +74,8 @@ def train(
     exec(compile(source, path, "exec"), script)
     models, loss = script["main"](Path(folder), *epochs)
     modules = nn.ModuleList(models)
-    # A DistributedDataParallel holds its process group, and gloo, when freed, may wait for ever for
-    # a process that has ended.
+    # A DistributedDataParallel holds its process group. Freeing the group may deadlock: the main
+    # thread joins gloo's thread while it holds Python's lock, which gloo's thread needs.
     _kept.append(modules)
     return flat(modules.parameters()), flat([torch.zeros(0), *modules.buffers()]), loss
 
