@@ -20,8 +20,6 @@ class GossipState:
 
 
 class GossipFlow(Flow):
-    uses_gradients = False
-
     def start(self):
         self.state = GossipState()
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Result, compare, interleave
-from offbeat.quantization.base import PIECE_BLOCKS, Codec, pieces
-from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.codecs import CODECS, PIECE_BLOCKS, Codec, pieces
 from offbeat.quantization.kernels import BLOCK
 
 MILLIONS = 8

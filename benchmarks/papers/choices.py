@@ -8,20 +8,20 @@ one that synchronizes more. 8 workers.
 
 import statistics
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import offbeat
 from benchmarks.papers.convergence import SETTINGS, WORKERS, selsync
+from benchmarks.papers.gradients import AGGREGATES
 from benchmarks.papers.runs import SEEDS, TASKS, Row, grouped, markdown, percent
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.samplers import Batches
 
 SAMPLERS = ("seldp", "defdp")
-AGGREGATES: tuple[Literal["gradients", "parameters"], ...] = ("gradients", "parameters")
 PASSES = {"digits-few": 150.0, "cifar-few": 30.0}
 DELTA = 0.25
 AGGREGATED = (0.1, 0.3)
@@ -32,7 +32,7 @@ class Rotated:
     """One run of Figure 9."""
 
     task: str
-    aggregate: Literal["gradients", "parameters"]
+    aggregate: str
     sampler: str
     passes: float
     seed: int
@@ -45,7 +45,7 @@ def rotated(run: Rotated) -> Row:
     job = Job(
         name, "bsp", WORKERS, epochs=run.passes, seed=run.seed, data=data, sampler=run.sampler
     )
-    strategy = offbeat.SelSync(delta=DELTA, aggregate=run.aggregate, smoothing=0.16, window=25)
+    strategy = AGGREGATES[run.aggregate](delta=DELTA, smoothing=0.16, window=25)
 
     def worker() -> tuple[float, float]:
         task = recipe.build(job.setup())
@@ -88,7 +88,10 @@ def rotated_table(data: dict[str, Any]) -> str:
 def measure(seeds: int = SEEDS) -> dict[str, Any]:
     """Return the runs of Figure 9, and the accuracies of Figure 10."""
     pairs = {
-        delta: [selsync(delta, more) for more in ("", ",aggregate=gradients")]
+        delta: [
+            selsync(delta),
+            selsync(delta, "benchmarks.papers.gradients:GradientSelSync"),
+        ]
         for delta in AGGREGATED
     }
     runs = SETTINGS["cifar"].run([one for pair in pairs.values() for one in pair], seeds)

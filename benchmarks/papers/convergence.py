@@ -44,9 +44,9 @@ def methods(task: str) -> dict[str, str]:
     return found | {f"SelSync, δ = {d}": selsync(d) for d in (0.3, 0.5)}
 
 
-def selsync(delta: float, more: str = "") -> str:
+def selsync(delta: float, name: str = "selsync") -> str:
     """Return SelSync with the paper's smoothing for 16 workers, 0.16, over 25 steps."""
-    return f"selsync:delta={delta:g},smoothing=0.16,window=25{more}"
+    return f"{name}:delta={delta:g},smoothing=0.16,window=25"
 
 
 def smoothed(result: Result) -> Result:

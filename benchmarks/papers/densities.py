@@ -12,15 +12,16 @@ units of the spread of BSP's weights.
 
 import statistics
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import offbeat
 from benchmarks.papers.discrepancy import DIGITS, recording_worker
+from benchmarks.papers.gradients import AGGREGATES
 from benchmarks.papers.runs import SEEDS, TASKS
-from offbeat import BSP, SelSync
+from offbeat import BSP
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.samplers import Batches
@@ -31,7 +32,6 @@ DELTAS = (0.1, 0.3)
 EPOCHS = (0, 1, 2, 4)
 LAYER = "2.weight"  # the second convolution
 GRADIENTS = 10  # batches whose gradients form a density
-AGGREGATES: tuple[Literal["parameters", "gradients"], ...] = ("parameters", "gradients")
 
 
 def wasserstein(first: Tensor, second: Tensor) -> float:
@@ -64,8 +64,8 @@ def of_seed(seed: int) -> dict[str, Any]:
     synchronous, _ = weights(BSP(), seed)
     found: dict[str, Any] = {}
     for delta in DELTAS:
-        for what in AGGREGATES:
-            models, lssr = weights(SelSync(delta=delta, aggregate=what), seed)
+        for what, kind in AGGREGATES.items():
+            models, lssr = weights(kind(delta=delta), seed)
             found[f"{delta:g} {what}"] = {"lssr": lssr, "looks": compare(models, synchronous)}
     # BSP from another start on other batches: the distance between any two runs.
     others, _ = weights(BSP(), seed + 100)

@@ -208,8 +208,7 @@ def attach(
                 elastic=elastic,
                 sharded=shards is not None,
                 # A mean of all workers' gradients in each step makes all models equal.
-                needed=shards is not None
-                or not (isinstance(averages, Gradients) and averages.every_step),
+                needed=shards is not None or not isinstance(averages, Gradients),
             )
             on_failure.callback(team.close)
             if elastic and team.membership is not None:

@@ -344,9 +344,7 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
         case SelSync():
             assert strategy.target_lssr is not None
             every = min(1 / (1 - strategy.target_lssr), strategy.max_interval or math.inf)
-            # The votes of each step are waited for, or arrive during the next step.
-            rounds = every if strategy.flags == "deferred" else 1
-            step = setting.step + votes / rounds + part / every
+            step = setting.step + votes + part / every
             return step, every, vote + part_bytes / every
         case LocalSGD(period=period) | DiLoCo(period=period):
             every = period / parts

@@ -102,8 +102,8 @@ class Synchronizer:
             optimizer.step()
 
         Outside, every backward pass averages the gradients under BSP and inside a node. Strategies
-        that average models do not need the context. ``SelSync(aggregate="gradients")`` requires it
-        and raises an AttachError otherwise. ``optimizer.step()`` inside raises an AttachError.
+        that average models do not need the context. ``optimizer.step()`` inside raises an
+        AttachError.
         ``DistributedDataParallel.no_sync`` of a wrapper given to ``attach`` has the same effect.
         """
         return self._iteration.no_sync()

@@ -122,7 +122,7 @@ def test_pieces_do_not_change_a_training(monkeypatch: pytest.MonkeyPatch) -> Non
     """One block of a message at a time and all at once give the same bits."""
     text = "streaming:parts=2,schedule=cyclic,staleness=4,outer_gain=2"
     whole = run(drift, text, Case(), False, "int8", workers=WORKERS)
-    monkeypatch.setattr("offbeat.quantization.base.PIECE_BLOCKS", 1)
+    monkeypatch.setattr("offbeat.quantization.codecs.PIECE_BLOCKS", 1)
     pieces = run(drift, text, Case(), False, "int8", workers=WORKERS)
     for one, same in zip(pieces, whole, strict=True):
         assert torch.equal(one["end"], same["end"])

@@ -185,13 +185,6 @@ def test_votes_that_travel_during_the_optimizer_step_are_not_waited_for() -> Non
     assert seconds_waited(text, "5ms", optimizer_sleeps=False) > 10 * 0.004
 
 
-def test_deferred_flags_have_a_whole_step_to_arrive() -> None:
-    """No step waits for a latency that is shorter than a step."""
-    assert seconds_waited("selsync:delta=inf", "10ms", optimizer_sleeps=False) > 10 * 0.009
-    text = "selsync:delta=inf,flags=deferred"
-    assert seconds_waited(text, "10ms", optimizer_sleeps=False) == 0
-
-
 # -- the bound on the staleness --------------------------------------------------------------------
 
 
@@ -202,8 +195,8 @@ class Reluctant(Strategy):
     def averages(self) -> GlobalModel:
         return GlobalModel(lands="arrived", bound=3)
 
-    def due(self, worker: WorkerView) -> float:
-        return 0.0
+    def due(self, worker: WorkerView) -> bool:
+        return False
 
 
 def run_ahead(rank: int, size: int) -> tuple[dict[int, int], int]:

@@ -303,8 +303,7 @@ def train_words(rank: int, size: int, text: str, rows: int = 9, wire: str = "flo
     return trace
 
 
-@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
-def test_sparse_gradients_stay_sparse(text: str) -> None:
+def test_sparse_gradients_stay_sparse() -> None:
     """SparseAdam, which requires sparse gradients, steps with the mean of all workers."""
     model = Words(0)
     optimizers = optimizers_of(model)
@@ -321,7 +320,7 @@ def test_sparse_gradients_stay_sparse(text: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
         expected.append(flat(model))
-    for trace in run(train_words, text, workers=3):
+    for trace in run(train_words, "bsp", workers=3):
         for (got, layout, _), want in zip(trace, expected, strict=True):
             close(got, want)
             assert layout == torch.sparse_coo
@@ -356,10 +355,10 @@ def test_a_gradient_that_is_dense_somewhere_is_dense_everywhere() -> None:
         torch.testing.assert_close(end, -uses / 3)
 
 
-def with_expanded_gradient(rank: int, size: int, text: str) -> Tensor:
+def with_expanded_gradient(rank: int, size: int) -> Tensor:
     model = nn.Linear(2, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = attach(model, optimizer, text)
+    sync = attach(model, optimizer, "bsp")
     before = model.weight.detach().clone()
     model.weight.grad = torch.full((1, 1), 1.0 + 2 * rank).expand(3, 2)
     optimizer.step()
@@ -367,8 +366,7 @@ def with_expanded_gradient(rank: int, size: int, text: str) -> Tensor:
     return before - model.weight.detach()
 
 
-@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
-def test_an_expanded_gradient_is_replaced_by_the_mean(text: str) -> None:
+def test_an_expanded_gradient_is_replaced_by_the_mean() -> None:
     """Its elements share memory, so the mean cannot be written into it."""
-    for change in run(with_expanded_gradient, text, workers=2):
+    for change in run(with_expanded_gradient, workers=2):
         close(change, torch.full((3, 2), 2.0), 1e-6)

@@ -8,7 +8,7 @@ from offbeat import MismatchError, OffbeatError
 from offbeat.averaging.rounds import VoteCheck
 from offbeat.averaging.votes import ALSO, CALLS, Vote
 
-VOTE = Vote(weight=1.0, stepping=True, wanted=1.0)
+VOTE = Vote(weight=1.0, stepping=True, flight_steps=1.0)
 
 
 @given(
@@ -23,7 +23,7 @@ def test_the_sum_of_the_votes(rows: list[tuple[bool, bool, int]], number: int) -
             stepping=stepping,
             call=0 if stepping else CALLS["finish()"] + ALSO if finishing else CALLS["consensus()"],
             optimizer=3 if stepping else 0,
-            wanted=float(wanted),
+            flight_steps=float(wanted),
             round=number,
             step=10 * number + rank,
             numbers=(float(rank), 0.5),
@@ -40,7 +40,7 @@ def test_the_sum_of_the_votes(rows: list[tuple[bool, bool, int]], number: int) -
         stepping=sum(stepping for stepping, _, _ in rows),
         call=sums.call,
         optimizer=3 * any(stepping for stepping, _, _ in rows),
-        wanted=sum(wanted for _, _, wanted in rows),
+        flight_steps=sum(wanted for _, _, wanted in rows),
         finite=workers,
         round=number * workers,
         step=10 * number * workers + sum(range(workers)),

@@ -37,7 +37,7 @@ ROWS = [
     ("async:staleness=4,outer_momentum=0.5", "float32"),
     ("streaming:parts=3,schedule=cyclic,staleness=4", "int8"),
     ("bsp", "int8"),
-    ("selsync:target_lssr=0.5,flags=deferred", "float32"),
+    ("selsync:target_lssr=0.5", "float32"),
 ]
 """Every strategy is saved and resumed in tests/strategies/test_conformance.py."""
 

@@ -18,10 +18,11 @@ State = dict[str, Any]
 STEPS, SAVE_AT = 8, 4
 ROWS = [
     ("local:period=3", "int8"),
-    ("selsync:target_lssr=0.5,flags=deferred,window=4", "float32"),
+    ("selsync:target_lssr=0.5,window=4", "float32"),
     ("async:staleness=4,outer_momentum=0.5", "float32"),
     ("streaming:parts=3,schedule=cyclic,staleness=4", "int8"),
     ("bsp", "int8"),
+    ("diloco:period=3,fragments=2,overlap=1", "bfloat16"),
 ]
 every_row = pytest.mark.parametrize(("text", "wire"), ROWS)
 

@@ -37,7 +37,6 @@ STRATEGIES = [
     "bsp",
     "local:period=4",
     "selsync:target_lssr=0.5",
-    "selsync:delta=0.05,aggregate=gradients",
     "async:schedule=eager",
     "diloco:period=4",
     "fedavg:period=4,fraction=0.5",

@@ -4,23 +4,18 @@ A process that is killed and started again is two processes of ``run``: the seco
 death of the first.
 """
 
-import gc
 import logging
 import os
 import re
-import socket
 import time
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import offbeat
-from cells import some
 from gathered import die, kill_at, meet, store
 from loops import close, error_of, sgd
 from offbeat.elastic import gathering, membership
@@ -33,7 +28,7 @@ from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.transport.membership import ModelLostError
 from offbeat_lab.baselines import STRATEGIES
 from problems import flat, gradients, loss_of, make_batch, make_model
-from workers import _serve_store, run
+from workers import run
 
 TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a time-out
 
@@ -282,30 +277,6 @@ def test_too_few_workers_raise() -> None:
 # -- deaths and restarts --------------------------------------------------------------------------
 
 
-def be_restarted(rank: int, _: int, text: str) -> Any:
-    set_variables("3")
-    if rank == 3:
-        store().wait(["died"])
-    worker = Worker(rank, text)
-    if rank == 1:
-        worker.steps(10, 3)
-        die()
-    while rank != 3 and not store().check(["died"]):
-        worker.step()
-        time.sleep(0.002)
-    return worker.steps(8, 3).finish()
-
-
-@pytest.mark.parametrize("text", some(["local:period=3", "streaming", "bsp"], 0, 1))
-def test_a_worker_that_is_killed_and_started_again_joins(text: str) -> None:
-    """The others continue, and it receives their model."""
-    results = run(be_restarted, text, workers=0, newcomers=4, may_die=(1,))
-    left = [results[rank] for rank in (0, 2, 3)]
-    check(left)
-    assert 3 in left[0][2]
-    assert [begun > 0 for _, begun, *_ in left] == [False, False, True]
-
-
 PLACES = ["having a number", "before it gathers", "before it opens", "while all connect"]
 PLACES += ["while the model is copied"]
 
@@ -537,71 +508,3 @@ def test_a_worker_that_cannot_be_reached_is_told() -> None:
     """The others continue."""
     results = run(come_with_a_bad_address, workers=0, newcomers=3)
     check(results[:2], [0, 1])
-
-
-# -- random deaths --------------------------------------------------------------------------------
-
-LAUNCHED, KILLS, LAUNCHED_STEPS = 3, 12, 150
-ENDED, FAILED = 40, 41
-
-
-def be_launched(seed: int, address: tuple[str, int], path: Path) -> None:
-    gc.freeze()
-    torch.set_num_threads(1)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
-    set_variables(str(LAUNCHED))
-    code = 0
-    try:
-        worker = Worker(seed)
-        while worker.sync.step < LAUNCHED_STEPS:
-            worker.step()
-            time.sleep(0.002)
-        torch.save(worker.finish(), path.with_suffix(".partial"))
-        path.with_suffix(".partial").rename(path)
-    except EndedError:
-        code = ENDED
-    except CommunicationError:
-        code = FAILED
-    os._exit(code)
-
-
-@pytest.mark.parametrize("seed", some(range(12), 0))
-def test_random_deaths_and_restarts_leave_no_one_waiting(seed: int, tmp_path: Path) -> None:
-    """A launcher starts every worker again until it has finished. All end with one model."""
-    random, context = Random(seed), mp.get_context("fork")
-    listener = socket.create_server(("127.0.0.1", 0))
-    keeper = context.Process(target=_serve_store, args=(listener,), daemon=True)
-    keeper.start()
-    running: dict[int, Any] = {}
-    started, kills, deadline = 0, KILLS, time.monotonic() + 90
-    pause = time.monotonic() + 1.5 * random.random()
-    waiting = set(range(LAUNCHED))
-    try:
-        while running or waiting:
-            assert time.monotonic() < deadline, (started, kills, running, [*tmp_path.iterdir()])
-            for slot in waiting:
-                started += 1
-                args = started, listener.getsockname(), tmp_path / str(started)
-                running[slot] = context.Process(target=be_launched, args=args, daemon=True)
-                running[slot].start()
-            waiting.clear()
-            if kills and time.monotonic() > pause:
-                several = LAUNCHED if random.random() < 0.1 else 1
-                for slot in random.sample(sorted(running), min(several, len(running))):
-                    running[slot].kill()
-                kills -= 1
-                pause = time.monotonic() + 0.6 * random.random()
-            for slot, process in list(running.items()):
-                if process.exitcode is not None:
-                    del running[slot]
-                    if process.exitcode not in (0, ENDED):
-                        waiting.add(slot)
-            time.sleep(0.01)
-    finally:
-        for process in (*running.values(), keeper):
-            process.kill()
-        listener.close()
-    results = [torch.load(path, weights_only=False) for path in tmp_path.glob("*[0-9]")]
-    assert results
-    for model, *_ in results:
-        assert torch.equal(model, results[0][0])

@@ -583,24 +583,6 @@ def test_a_newcomer_may_die_while_it_joins(place: str) -> None:
         assert generations[-1][1] == (0, 1)
 
 
-def join_the_last(rank: int, size: int) -> Any:
-    if rank == size:
-        store().wait(["alone"])
-        return Worker(rank, size).until(0, 2).finish()
-    worker = Worker(rank, size).until(*range(size))
-    if rank == 1:
-        die()
-    worker.until(0)
-    store().set("alone", "")
-    return worker.until(0, 2).finish()
-
-
-def test_a_generation_of_one_worker_can_be_joined() -> None:
-    first, _, newcomer = run(join_the_last, workers=2, newcomers=1, may_die=(1,))
-    assert first == [(0, (0, 1)), (1, (0,)), (2, (0, 2))]
-    assert newcomer == first[-1:]
-
-
 # -- stores and messages --------------------------------------------------------------------------
 
 

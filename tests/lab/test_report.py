@@ -108,7 +108,6 @@ def test_columns_are_means_over_the_workers_and_medians_over_the_seeds() -> None
         ("fedavg:period=2", "0.50"),
         ("sparseloco:period=2", "0.50"),
         ("powersgd", "0.50"),
-        ("selsync:aggregate=gradients", "0.50"),
         ("ssp:staleness=3", "-"),
         ("downpour", "-"),
         ("easgd:period=2", "-"),

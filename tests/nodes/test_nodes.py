@@ -22,7 +22,6 @@ TEXTS = [
     "local:period=1",
     "local:period=4",
     "selsync:delta=0.05",
-    "selsync:delta=0.05,aggregate=gradients",
     "local:period=2,optimizer_state=average",
     "diloco:period=4,overlap=1",
     "streaming:schedule=cyclic,staleness=4,parts=1",

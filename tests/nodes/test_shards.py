@@ -32,7 +32,7 @@ FIXED = [
     "selsync:delta=0.05",
     "async:schedule=cyclic,staleness=4",
     "streaming:schedule=cyclic,staleness=4,parts=1",
-    "selsync:target_lssr=0.5,aggregate=gradients",
+    "selsync:target_lssr=0.5",
     "diloco:period=4,outer_momentum=0",
 ]
 """Strategies whose schedule does not depend on time, and whose only part is the model."""
@@ -153,8 +153,7 @@ LOSSY = [
     ("streaming:schedule=cyclic,staleness=4,parts=24", "int8"),
     ("async:schedule=eager,staleness=3,outer_momentum=0.5", "int8"),
     ("diloco:period=4,fragments=3,overlap=1", "int8"),
-    ("selsync:target_lssr=0.5,flags=deferred", "int2"),
-    ("selsync:delta=0.05,aggregate=gradients", "int8"),
+    ("selsync:target_lssr=0.5", "int2"),
     ("bsp", "int8"),
 ]
 """Eager parts, parts in turn, fragments, models and gradients."""

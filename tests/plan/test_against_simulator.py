@@ -84,7 +84,6 @@ OTHERS = (
     "async:schedule=eager,staleness=5",
     "diloco:period=8",
     "diloco:period=6,fragments=2,overlap=2",
-    "selsync:target_lssr=0.9,flags=deferred",
     "streaming:schedule=cyclic,staleness=8",
 )
 

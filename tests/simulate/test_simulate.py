@@ -182,8 +182,8 @@ def test_each_worker_draws_as_a_process_of_its_own() -> None:
 
 
 SYNCHRONOUS = [
-    *("bsp", "local:period=3", "selsync:delta=0.3", "selsync:delta=0.3,flags=deferred"),
-    "selsync:target_lssr=0.5,aggregate=gradients",
+    *("bsp", "local:period=3", "selsync:delta=0.3"),
+    "selsync:target_lssr=0.5",
 ]
 
 

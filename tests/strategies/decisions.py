@@ -6,10 +6,8 @@ from typing import Any
 from offbeat.strategies.base import Strategy, SummedVotes, WorkerView
 
 
-def summed_votes(
-    stepping: int = 1, wanted: float = 0.0, votes: tuple[float, ...] = ()
-) -> SummedVotes:
-    return SummedVotes(lambda: (stepping, wanted, votes))
+def summed_votes(stepping: int = 1, votes: tuple[float, ...] = ()) -> SummedVotes:
+    return SummedVotes(lambda: (stepping, votes))
 
 
 def _unread() -> Any:
@@ -37,7 +35,6 @@ class Workers:
         self.views = [WorkerView(rank=rank, size=size, **view) for rank in range(size)]
         for one in self.views:
             one.state = strategy.state(one)
-        self._before: SummedVotes | None = None
 
     def step(self, norms: Sequence[float] = (), *, stepping: int | None = None) -> float | None:
         """One step of the first ``stepping`` workers. Returns the parts that its round launches.
@@ -60,13 +57,8 @@ class Workers:
             return None
         votes = [strategy.vote(view) for view in self.views]
         sums = tuple(map(sum, zip(*votes, strict=True)))
-        now = summed_votes(len(due), sum(due), sums)
-        chosen = now
-        if strategy.vote_delay:
-            chosen, self._before = self._before or UNREAD, now
-        if chosen is UNREAD:
-            return 0
-        launches = [strategy.decide(view, chosen) for view in self.views]
+        votes_of_all = summed_votes(len(due), sums)
+        launches = [strategy.decide(view, votes_of_all) for view in self.views]
         assert len({*launches}) == 1, "all workers decide alike"
         for view in self.views if launches[0] else []:
             view.since_launch = 0

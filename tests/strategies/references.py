@@ -160,8 +160,6 @@ class SelSync(Reference):
         delta: float,
         smoothing: float | None = None,
         window: int | None = None,
-        aggregate: str = "parameters",
-        flags: str = "blocking",
         warmup_steps: int = 0,
         max_interval: int = 10**9,
         max_norm: float | None = None,
@@ -169,16 +167,13 @@ class SelSync(Reference):
         super().__init__(counts, kind)
         self.delta, self.window, self.max_norm = delta, window, max_norm
         self.a = min(1.0, self.size / 100) if smoothing is None else smoothing
-        self.of_gradients, self.deferred = aggregate == "gradients", flags == "deferred"
         self.warmup_steps, self.max_interval = warmup_steps, max_interval
         self.triggers = [Trigger() for _ in counts]
-        self.since, self.flagged = 0, False
+        self.since = 0
 
     def decide(self, flagged: bool) -> bool:
-        late = int(self.deferred)
-        flagged, self.flagged = (self.flagged if late else flagged), flagged
-        forced = late < self.time <= self.warmup_steps + late
-        return flagged or forced or (self.since + 1 >= self.max_interval and self.time > late)
+        forced = self.time <= self.warmup_steps
+        return flagged or forced or self.since + 1 >= self.max_interval
 
     def advance(self) -> bool:
         stepping, flagged = self.stepping, False
@@ -190,9 +185,6 @@ class SelSync(Reference):
             one.flags.append(self.delta < math.inf and one.changes[-1] >= self.delta)
             flagged |= one.flags[-1]
         sync = self.decide(flagged)
-        if sync and self.of_gradients:
-            mean = [sum(parts) / len(stepping) for parts in zip(*each.values(), strict=True)]
-            each = dict.fromkeys(stepping, mean)
         for n in stepping:
             model, self.news[0][n] = self.sim.models[n], True
             for p, g in zip(model.parameters(), each[n], strict=True):
@@ -200,12 +192,12 @@ class SelSync(Reference):
             if self.max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
             self.sim.optimizers[n].step()
-        if sync and not self.of_gradients:
+        if sync:
             self.sim.average(self.weights())
             self.news = [[False] * self.size]
         self.since = 0 if sync else self.since + 1
         self.launches += sync
-        self.numbers += self.vote_numbers + sync * (PARAMETERS + self.of_gradients * (1 + 6))
+        self.numbers += self.vote_numbers + sync * PARAMETERS
         return sync
 
 

@@ -76,19 +76,6 @@ TO_TRAIN_WITH = [
         partial(SelSync, delta=0.5, smoothing=0.3, window=4, warmup_steps=3, max_interval=6),
     ),
     Row("selsync:target_lssr=0.5,max_interval=3"),
-    Row(f"{_HALF},flags=deferred", partial(SelSync, **_TRIGGER, flags="deferred")),
-    Row(f"{_HALF},aggregate=gradients", partial(SelSync, **_TRIGGER, aggregate="gradients")),
-    Row(
-        f"{_HALF},aggregate=gradients,flags=deferred,warmup_steps=2,max_interval=4",
-        partial(
-            SelSync,
-            **_TRIGGER,
-            aggregate="gradients",
-            flags="deferred",
-            warmup_steps=2,
-            max_interval=4,
-        ),
-    ),
     Row("async:staleness=4", partial(AsyncAveraging, staleness=4)),
     Row(
         "async:staleness=6,outer_lr=0.7,outer_momentum=0.5",

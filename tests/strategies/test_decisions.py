@@ -14,12 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat import (
-    DiLoCo,
-    SelSync,
-    StreamingAveraging,
-    parse_strategy,
-)
+from offbeat import DiLoCo, SelSync, StreamingAveraging, parse_strategy
 from offbeat.strategies.base import GlobalModel, Outer, Strategy, WorkerView
 from offbeat.strategies.trigger import RelativeChange, ThresholdController
 from strategies.decisions import UNREAD, Workers, summed_votes
@@ -141,16 +136,14 @@ def test_the_smoothing_grows_with_the_number_of_workers(size: int, smoothing: fl
     assert own.synced == given_.synced
 
 
-@pytest.mark.parametrize("flags", ["blocking", "deferred"])
 @pytest.mark.parametrize("target", [0.5, 0.7, 0.9])
-def test_the_target_share_of_local_steps_is_reached(target: float, flags: Any) -> None:
+def test_the_target_share_of_local_steps_is_reached(target: float) -> None:
     """LSSR is target_lssr ± 0.05 over 300 steps, with the recursion for δ."""
-    play = Play(SelSync(target_lssr=target, smoothing=0.3, flags=flags), 300)
+    play = Play(SelSync(target_lssr=target, smoothing=0.3), 300)
     assert 1 - sum(play.synced) / 300 == pytest.approx(target, abs=0.05)
-    late = int(flags == "deferred")
-    assert set(play.thresholds[: 2 + late]) == {0.3}, "until a finite Δ is known"
-    for k in range(3 + late, 300):
-        gain = max(0.1, 2 / math.sqrt(k - 1 - late))
+    assert set(play.thresholds[:2]) == {0.3}, "until a finite Δ is known"
+    for k in range(3, 300):
+        gain = max(0.1, 2 / math.sqrt(k - 1))
         ratio = math.exp(gain * (play.synced[k - 1] - (1 - target)))
         assert play.thresholds[k] == pytest.approx(play.thresholds[k - 1] * ratio, rel=1e-9)
 
@@ -168,16 +161,12 @@ def test_by_default_nine_of_ten_steps_are_local(size: int) -> None:
         assert sum(fixed.synced[200:]) > 180
 
 
-@pytest.mark.parametrize("flags", ["blocking", "deferred"])
 @pytest.mark.parametrize("warmup_steps", [20, 100])
-def test_after_a_warm_up_the_trigger_fires_as_often_as_wanted(
-    warmup_steps: int, flags: Any
-) -> None:
+def test_after_a_warm_up_the_trigger_fires_as_often_as_wanted(warmup_steps: int) -> None:
     """During the warm-up δ follows the triggers, not the forced decisions."""
-    strategy = SelSync(target_lssr=0.9, warmup_steps=warmup_steps, flags=flags)
-    play, late = Play(strategy, warmup_steps + 150), flags == "deferred"
-    own = play.synced[warmup_steps + late :]
-    assert play.synced[late : warmup_steps + late] == [True] * warmup_steps
+    play = Play(SelSync(target_lssr=0.9, warmup_steps=warmup_steps), warmup_steps + 150)
+    own = play.synced[warmup_steps:]
+    assert play.synced[:warmup_steps] == [True] * warmup_steps
     assert sum(own) / len(own) == pytest.approx(0.1, abs=0.04)
     assert own.index(True) < 40
     assert not all(play.flags[:warmup_steps])
@@ -278,7 +267,7 @@ def test_the_outer_momentum_never_grows_by_itself() -> None:
     for (stepping, steps), age in zip(
         ((3, 240.0), (2, 100.0), (2, 110.0)), (80, 0, 5), strict=True
     ):
-        fade, ahead = strategy.outer_step(view, 0, summed_votes(stepping, 3.0, (steps, 0.0, 0.0)))
+        fade, ahead = strategy.outer_step(view, 0, summed_votes(stepping, (steps, 0.0, 0.0)))
         assert fade == pytest.approx(math.exp(-age / 50))
         assert ahead == pytest.approx(2 * (1 - fade))
 
@@ -286,9 +275,9 @@ def test_the_outer_momentum_never_grows_by_itself() -> None:
 def test_a_message_of_a_barrier_does_not_shorten_the_memory_of_the_momentum() -> None:
     """No worker steps then, so the votes say nothing about the steps since the last launch."""
     strategy, view = streaming(size=3, outer_gain=3.0)
-    strategy.outer_step(view, 0, summed_votes(3, 3.0, (240.0, 0.0, 0.0)))
-    assert strategy.outer_step(view, 0, summed_votes(0, 0.0, (0.0, 0.0, 0.0))) == (1.0, 0.0)
-    fade, _ = strategy.outer_step(view, 0, summed_votes(3, 3.0, (246.0, 0.0, 0.0)))
+    strategy.outer_step(view, 0, summed_votes(3, (240.0, 0.0, 0.0)))
+    assert strategy.outer_step(view, 0, summed_votes(0, (0.0, 0.0, 0.0))) == (1.0, 0.0)
+    fade, _ = strategy.outer_step(view, 0, summed_votes(3, (246.0, 0.0, 0.0)))
     assert fade == pytest.approx(math.exp(-2 / 50))
 
 

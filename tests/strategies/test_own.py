@@ -69,8 +69,8 @@ class EveryFourth(Strategy):
     def state(self, worker: WorkerView) -> Decided:
         return Decided()
 
-    def due(self, worker: WorkerView) -> float:
-        return float(worker.since_launch >= 4)
+    def due(self, worker: WorkerView) -> bool:
+        return worker.since_launch >= 4
 
     def decide(self, worker: WorkerView, sums: SummedVotes) -> float:
         if worker.stepping:

@@ -33,10 +33,8 @@ MADE = st.one_of(
     st.builds(
         SelSync,
         delta=positive | st.sampled_from([0, 0.0, 1, math.inf]),
-        aggregate=st.sampled_from(["parameters", "gradients"]),
         smoothing=st.none() | unit | st.just(1),
         window=st.none() | whole,
-        flags=st.sampled_from(["blocking", "deferred"]),
     ),
     st.builds(SelSync, target_lssr=unit, optimizer_state=st.sampled_from(["local", "average"])),
     st.builds(
@@ -135,7 +133,7 @@ WRONG_VALUES = {
     "local:8": "in 'local:8': '8' is not of the form setting=value",
     "local:period=": "'period=' is not of the form setting=value",
     "local:period=4,period=4": "period is given twice",
-    "selsync:flags=none": 'flags must be "blocking" or "deferred", got None',
+    "selsync:optimizer_state=none": 'optimizer_state must be "local" or "average", got None',
     "fedavg": "give either period or rounds_per_epoch",
     "local:period=4,warmup_steps=-1": "warmup_steps must be at least 0",
     "local:period=4,optimizer_state=mean": "optimizer_state must be \"local\" … got 'mean'",
@@ -143,9 +141,6 @@ WRONG_VALUES = {
     "selsync:smoothing=0": "smoothing must be in (0, 1], got 0",
     "selsync:target_lssr=1.0": "target_lssr must be between 0 and 1, got 1.0",
     "selsync:target_lssr=0.5,delta=0.2": "delta or target_lssr, not both",
-    "selsync:aggregate=gradients,optimizer_state=average": (
-        'optimizer_state="average" requires aggregate="parameters"'
-    ),
     "async:staleness=1": "staleness must be even and at least 2 … got 1",
     "async:staleness=0,schedule=eager": "staleness must be at least 1",
     "diloco:outer_lr=0": "outer_lr must be positive and finite, got 0",

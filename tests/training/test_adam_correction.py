@@ -264,7 +264,6 @@ def test_two_optimizers_have_factors_of_their_own() -> None:
         ("local:period=4", "adamw", False, False),
         ("diloco:period=4", "adamw", True, True),
         ("async:staleness=4", "adamw", None, True),
-        ("selsync:aggregate=gradients", "adamw", None, False),
         ("bsp", "adamw", None, False),
     ],
 )

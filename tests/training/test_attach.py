@@ -144,12 +144,12 @@ def test_other_strides_are_accepted(tensor: torch.Tensor) -> None:
     require_usable(Holds(nn.Parameter(tensor)))
 
 
-def test_tensors_that_ddp_ignores_are_refused_by_name() -> None:
-    """They differ between the workers, and the strategy would average them."""
+@pytest.mark.parametrize("name", ["0.weight", "queeu"])
+def test_ddp_may_ignore_buffers_only(name: str) -> None:
+    """A trained parameter would be averaged, and so would a buffer whose name is misspelt."""
     model = make_model()
-    given = ["0.weight"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, given)
-    with pytest.raises(AttachError, match=r"told to ignore '0\.weight'.*outside of the attached"):
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [name])
+    with pytest.raises(AttachError, match=rf"ignore '{name}', which is not a buffer.*outside"):
         offbeat.attach(model, sgd(model), offbeat.BSP())
 
 

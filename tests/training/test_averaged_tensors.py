@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, spectral_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offbeat
@@ -60,6 +63,45 @@ def test_an_optimizer_of_frozen_parameters_is_refused() -> None:
     model = make_model().requires_grad_(False)
     with pytest.raises(offbeat.AttachError, match="all parameters of the SGD are frozen"):
         offbeat.attach(model, sgd(model), offbeat.BSP())
+
+
+def with_local_buffers(rank: int, size: int, text: str) -> Any:
+    layers = parametrizations.spectral_norm(nn.Linear(4, 4)), spectral_norm(nn.Linear(4, 4))
+    model = nn.Sequential(*layers, make_model(rank)).double()
+    model.register_buffer("queue", torch.eye(4))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["queue"])
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text)
+    for step in range(STEPS):
+        train_step(model, optimizer, make_batch(rank, step))
+        key = torch.randn(4, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.queue[step % 4] = normalize(key, dim=0)
+
+    def unit_vectors() -> list[torch.Tensor]:
+        names = "queue", "0.parametrizations.weight.0._u", "1.weight_v"
+        return [model.get_buffer(name).clone() for name in names]
+
+    local = unit_vectors()
+    with sync.consensus():
+        inside = unit_vectors()
+    back = unit_vectors()
+    sync.finish()
+    return local, inside, back, unit_vectors()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_vectors_whose_mean_is_meaningless_become_those_of_rank_0(text: str) -> None:
+    """Buffers that DDP ignores, and the vectors of a spectral norm, stay local."""
+    results = run(with_local_buffers, text, workers=2)
+    first = results[0][0]
+    for local, inside, back, final in results:
+        for index in range(3):
+            assert local[index].norm(dim=-1).sub(1).abs().max() < 1e-6
+            assert torch.equal(back[index], local[index])
+            assert torch.equal(inside[index], first[index])
+            assert torch.equal(final[index], first[index])
+    for index in range(1 if text == "bsp" else 3):  # equal weights have equal vectors
+        assert not torch.equal(first[index], results[1][0][index])
 
 
 def moving_average(model: nn.Module) -> AveragedModel:

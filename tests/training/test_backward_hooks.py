@@ -1,21 +1,17 @@
 """Hooks on backward: its buckets are reported in order, then its end, with the step's progress."""
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offbeat
-from loops import attach, start
-from offbeat import AttachError, Compute, Network, simulate
+from loops import attach
+from offbeat import AttachError
 from offbeat.averaging import AttachedOptimizer, worker
-from offbeat.averaging.flow import Flow
-from offbeat.averaging.gradient_flow import GradientFlow
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.training.backward_hooks import BackwardHooks
 from problems import flat, gradients, loss_of, make_batch, make_model
@@ -154,43 +150,3 @@ def test_with_two_optimizers_no_bucket_is_reported(monkeypatch: pytest.MonkeyPat
     for early, end in run(two_optimizers, workers=2):
         assert not early
         torch.testing.assert_close(end, want, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_buckets_are_sent_while_backward_runs_in_virtual_time(
-    passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The computation takes as long as before, but buckets sent early need no time after it."""
-    seconds, steps = 0.040, 4
-    network = Network("1Mbit/s", latency="10us")
-
-    def train() -> None:
-        rank = dist.get_rank()
-        model, optimizer, sync = start(rank, "bsp")
-        for step in range(steps):
-            optimizer.zero_grad()
-            for micro in range(passes):
-                with sync.no_sync() if micro < passes - 1 else nullcontext():
-                    loss_of(model, make_batch(rank, 10 * step + micro)).backward()
-            optimizer.step()
-        sync.finish()
-
-    def timeline(overlap: bool) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(worker, "gradient_buckets", small_buckets)
-            if not overlap:  # no bucket is reported
-                patch.setattr(GradientFlow, "backward_buckets", Flow.backward_buckets)
-            return simulate(train, workers=2, network=network, compute=Compute(seconds))
-
-    results = {overlap: timeline(overlap) for overlap in (True, False)}
-    for result in results.values():
-        for rank in range(2):
-            spans = [s for s in result.timeline if (s.rank, s.kind) == (rank, "compute")]
-            assert sum(s.end - s.start for s in spans) == pytest.approx(steps * seconds)
-    assert results[True].seconds < results[False].seconds
-    computing = [s for s in results[True].timeline if (s.rank, s.kind) == (0, "compute")]
-    last = computing[-4:]  # of the last step: buckets, one after the other
-    travels = [
-        s.start for s in results[True].timeline if s.rank == 0 and s.what == "mean of the gradients"
-    ]
-    assert any(last[0].start < start < last[-1].end for start in travels)

@@ -1,7 +1,5 @@
 """What the training loop does to gradients after backward, where they are averaged."""
 
-import gc
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -22,9 +20,8 @@ from problems import (
     loss_of,
     make_batch,
     make_model,
-    train_step,
 )
-from worlds import run, simulated
+from worlds import run
 
 MAX_NORM = 0.3  # every gradient of these problems is longer
 STEPS = 6
@@ -71,11 +68,10 @@ def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: 
 
 @pytest.mark.parametrize("clip", some(WAYS, 0, 1))
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
-def test_the_mean_is_clipped(clip: Callable[..., None], scaled: bool, text: str) -> None:
+def test_the_mean_is_clipped(clip: Callable[..., None], scaled: bool) -> None:
     """As under DDP, which averages before the clip."""
     expected = bsp_reference(2, "momentum", STEPS, MAX_NORM)[-1]
-    for model in run(trained, clip, text, scaled, workers=2):
+    for model in run(trained, clip, "bsp", scaled, workers=2):
         close(model, expected)
 
 
@@ -98,8 +94,8 @@ def test_without_a_mean_of_gradients_each_worker_clips_local_gradients(
         close(model, reference.flat()[0])
 
 
-def skipping(rank: int, size: int, text: str) -> Any:
-    model, optimizer, sync = start(rank, text)
+def skipping(rank: int, size: int) -> Any:
+    model, optimizer, sync = start(rank, "bsp")
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, make_batch(rank, step)).backward()
@@ -111,8 +107,7 @@ def skipping(rank: int, size: int, text: str) -> Any:
     return flat(model), counted
 
 
-@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
-def test_a_loop_may_skip_a_step(text: str) -> None:
+def test_a_loop_may_skip_a_step() -> None:
     """It does not count, and the next gradients are averaged, too."""
     model = make_model(0)
     optimizer = sgd(model)
@@ -123,30 +118,9 @@ def test_a_loop_may_skip_a_step(text: str) -> None:
         clip_by_torch(model.parameters(), MAX_NORM)
         if step % 3 != 1:
             optimizer.step()
-    for result, counted in run(skipping, text, workers=2):
+    for result, counted in run(skipping, workers=2):
         close(result, flat(model))
         assert counted == 4
-
-
-def by_value(rank: int, size: int) -> Tensor:
-    model = make_model(rank)
-    optimizer = sgd(model)
-    with attach(model, optimizer, "bsp"):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, make_batch(rank, step)).backward()
-            nn.utils.clip_grad_value_(model.parameters(), 0.05)
-            optimizer.step()
-    return flat(model)
-
-
-def test_clipping_by_value_clips_the_mean() -> None:
-    def clip(model: nn.Module) -> None:
-        nn.utils.clip_grad_value_(model.parameters(), 0.05)
-
-    expected = bsp_reference(2, "sgd", STEPS, change=clip)[-1]
-    for result in run(by_value, workers=2):
-        close(result, expected)
 
 
 def replaced(rank: int, size: int) -> Tensor:
@@ -194,30 +168,11 @@ def accumulating(rank: int, size: int, text: str) -> Any:
     return errors
 
 
-@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0", "selsync:delta=0,aggregate=gradients"])
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0"])
 def test_errors_of_backward_and_no_sync(text: str) -> None:
     """Errors at the end of backward reach its caller with their type."""
     for second, inside, last in run(accumulating, text, workers=2):
-        if "gradients" in text:
-            assert second[0][0] == "AttachError"
-            assert "but the last into `with sync.no_sync():`" in second[1]
-        else:
-            assert second[0] == []
+        assert second[0] == []
         assert inside[0][0] == "AttachError"
         assert "optimizer.step() inside no_sync()" in inside[1]
         assert ("OffbeatError" in last[0]) == (text != "selsync:delta=0")
-
-
-def test_a_dropped_model_is_freed() -> None:
-    """Without ``detach``. Only its hooks know the strategy."""
-
-    def train() -> Any:
-        model = make_model()
-        optimizer = sgd(model)
-        attach(model, optimizer, "bsp")
-        train_step(model, optimizer, make_batch(0, 0))
-        return weakref.ref(model)
-
-    dropped = simulated(lambda rank, size: train(), workers=1)[0]
-    gc.collect()
-    assert dropped() is None

@@ -212,28 +212,6 @@ def communicating() -> list[Any]:
     return [error_of(lambda o=o: attach(model, o, offbeat.BSP())) for o in given]  # type: ignore[misc]
 
 
-def joined(rank: int, size: int) -> Any:
-    wrapper = DistributedDataParallel(make_model(seed=0))
-    optimizer = sgd(wrapper)
-    sync = attach(wrapper, optimizer, "bsp")
-    with wrapper.join():
-        for step in range(5 - 2 * rank):
-            optimizer.zero_grad()
-            loss_of(wrapper, make_batch(rank, step)).backward()
-            optimizer.step()
-        sync.finish()
-    return torch.cat([p.detach().reshape(-1) for p in wrapper.parameters()]), "join" in vars(
-        wrapper
-    )
-
-
-def test_join_of_a_wrapper_is_switched_off_too() -> None:
-    """The worker with fewer batches would wait in DDP for an all-reduce of the other one."""
-    (first, left), (second, _) = run(joined, workers=2)
-    assert torch.equal(first, second)
-    assert not left, "finish() restores it"
-
-
 def life(rank: int, size: int) -> Any:
     model = make_model(rank)
     wrapper = DistributedDataParallel(model)

@@ -18,7 +18,7 @@ from workers import run
 KINDS = [
     offbeat.BSP(),
     offbeat.LocalSGD(period=1),
-    offbeat.SelSync(delta=0.0, aggregate="gradients"),
+    offbeat.SelSync(delta=0.0),
     offbeat.AsyncAveraging(staleness=2),
     offbeat.AsyncAveraging(staleness=2, schedule="eager"),
 ]

@@ -67,7 +67,6 @@ SCALED = [
     offbeat.BSP(),
     offbeat.LocalSGD(period=2),
     offbeat.SelSync(delta=0.0),
-    offbeat.SelSync(delta=0.0, aggregate="gradients"),
 ]
 
 OVERFLOWS = {(1, 2), (1, 3), (0, 5)}  # (rank, step); BSP skips these on all ranks
@@ -136,7 +135,7 @@ def test_an_overflow_on_one_rank_keeps_iterations_aligned(unscale: bool) -> None
 DETACHED = [
     offbeat.BSP(),
     offbeat.LocalSGD(period=2),
-    offbeat.SelSync(delta=0.05, flags="deferred"),
+    offbeat.SelSync(delta=0.05),
     offbeat.AsyncAveraging(staleness=4, schedule="eager"),
 ]
 

@@ -29,8 +29,8 @@ class Never(offbeat.Strategy):
     def averages(self) -> GlobalModel:
         return GlobalModel()
 
-    def due(self, worker: WorkerView) -> float:
-        return 0.0
+    def due(self, worker: WorkerView) -> bool:
+        return False
 
 
 def calls_of(function: Callable[[], object]) -> Counter[str]:
@@ -104,12 +104,3 @@ def test_a_step_with_a_message_in_flight_makes_few_calls() -> None:
     idle = run.results[0]
     assert len(idle) > 20
     assert max(found.total() for found in idle) <= 36, idle[0]
-
-
-def test_the_totals_of_a_single_worker_do_not_grow_with_the_steps() -> None:
-    """It averages nothing, so it has no staleness."""
-    sync, step = loop(offbeat.StreamingAveraging())
-    for _ in range(30):
-        step()
-    assert sync.stats.details["staleness_histogram"] == {}
-    sync.detach()

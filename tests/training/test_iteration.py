@@ -11,13 +11,7 @@ from torch.optim import Optimizer
 import offbeat
 from loops import attach, close
 from offbeat.strategies.base import Strategy
-from problems import (
-    assign,
-    flat,
-    make_batch,
-    make_model,
-    train_step,
-)
+from problems import assign, flat, make_batch
 from worlds import run
 
 
@@ -93,45 +87,3 @@ def test_optimizers_that_step_in_turn_are_one_iteration(strategy: Strategy, orde
         assert counts == [step + half for step in range(7) for half in (0, 1)]
         assert stats.steps == 7
         assert stats.syncs == (7 if isinstance(strategy, offbeat.BSP) else 2)
-
-
-WARMED: list[Strategy] = [
-    offbeat.BSP(),
-    offbeat.AsyncAveraging(staleness=4),
-    offbeat.LocalSGD(period=2),
-    offbeat.SelSync(delta=0.05),
-    offbeat.SelSync(delta=0.05, flags="deferred"),
-    offbeat.SelSync(delta=0.05, aggregate="gradients"),
-    offbeat.AsyncAveraging(staleness=4, schedule="eager"),
-    offbeat.AsyncAveraging(staleness=2, outer_lr=0.7, outer_momentum=0.9),
-]
-
-
-def warm_up(rank: int, size: int) -> Any:
-    results = []
-    for strategy in WARMED:
-        model = make_model(seed=rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        sync = attach(model, optimizer, strategy)
-        for step in range(8):
-            if step == 4:
-                with sync.consensus():  # otherwise a faster worker may already train
-                    pass
-                held = flat(model)
-                optimizer.param_groups[0]["lr"] = 0.05
-            train_step(model, optimizer, make_batch(rank, step))
-        sync.finish()
-        results.append((held, flat(model)))
-    return results
-
-
-def test_a_learning_rate_of_0_works() -> None:
-    """Pitfall 11: a warm-up from 0 keeps rank 0's model exactly, and training then starts."""
-    start = flat(make_model(seed=0))
-    results = run(warm_up, workers=2)
-    for result in results:
-        for (held, end), (_, same) in zip(result, results[0], strict=True):
-            assert torch.equal(held, start)
-            assert end.isfinite().all()
-            assert (end - start).abs().max() > 1e-3
-            assert torch.equal(end, same)

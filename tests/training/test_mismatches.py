@@ -14,7 +14,7 @@ from loops import attach, error_of, start
 from problems import flat, make_batch, train_step
 from workers import run as real
 
-STRATEGIES = ["bsp", "local:period=4", "selsync:delta=0,aggregate=gradients", "streaming"]
+STRATEGIES = ["bsp", "local:period=4", "selsync:delta=0", "streaming"]
 GLOO_AND_SIMULATED = pytest.mark.parametrize("run", [real, worlds.simulated])
 STEPS = 3
 

@@ -12,14 +12,7 @@ from torch import Tensor, nn
 import offbeat
 from loops import Quick, attach, close, error_of, sgd, start
 from offbeat.simulate import DeadlockError
-from problems import (
-    PARAMETERS,
-    flat,
-    loss_of,
-    make_batch,
-    make_model,
-    train_step,
-)
+from problems import PARAMETERS, flat, loss_of, make_batch, make_model, train_step
 from worlds import real, run, simulated
 
 
@@ -30,6 +23,7 @@ def interrupted(rank: int, size: int) -> None:
         train_step(model, optimizer, make_batch(rank, 0))
         own = flat(model)
         with contextlib.suppress(KeyError), sync.consensus():
+            model.load_state_dict(make_model(seed=9).state_dict())
             with torch.no_grad():
                 model[0].weight.zero_()
             raise KeyError
@@ -38,7 +32,7 @@ def interrupted(rank: int, size: int) -> None:
 
 
 def test_changes_inside_a_consensus_are_undone_after_an_exception() -> None:
-    """Training then continues."""
+    """Also if a model is loaded there. Training then continues."""
     run(interrupted, workers=2)
 
 
@@ -271,6 +265,29 @@ def clipped_weights(rank: int, size: int) -> Tensor:
 def test_bsp_shows_the_newest_model_although_weights_were_clipped() -> None:
     first, second = run(clipped_weights, workers=2)
     assert torch.equal(first, second)
+
+
+def projected(rank: int, size: int, text: str) -> tuple[float, float]:
+    """Return how far the mean exceeds the bound of the local models, inside and at the end."""
+    model, optimizer, sync = start(0, text)
+    bound = 0.5
+    for step in range(40 + (3 * rank if text == "bsp" else 0)):
+        train_step(model, optimizer, make_batch(rank, step))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-bound, bound)
+    with sync.consensus():
+        inside = flat(model).abs().max().item() - bound
+    sync.finish()
+    return inside, flat(model).abs().max().item() - bound
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=3", "selsync", "streaming"])
+def test_a_convex_constraint_holds_under_strategies_that_wait_for_the_mean(text: str) -> None:
+    """Under streaming averaging messages land after the last projection."""
+    for excess in run(projected, text, workers=3):
+        for each in excess:
+            assert (each > 1e-3) if text == "streaming" else (each < 1e-12)
 
 
 def edited_at_the_end(rank: int, size: int, text: str) -> Tensor:

@@ -17,11 +17,7 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.future import explained
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.torch_backend.process_groups import (
-    GroupFactory,
-    OpeningError,
-    backends_of,
-)
+from offbeat.transport.torch_backend.process_groups import GroupFactory, OpeningError, backends_of
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from transport.communicators import meet
 from workers import run

@@ -25,5 +25,5 @@ def flow_of(strategy: Strategy, worker: Worker) -> Flow:
         flow: Flow = averages.make(strategy, worker)
         return flow
     if isinstance(averages, Gradients):
-        return GradientFlow(strategy, worker, averages)
+        return GradientFlow(strategy, worker)
     return (ClockedAverager if averages.eager else RoundAverager)(strategy, worker, averages)

@@ -50,11 +50,10 @@ from offbeat.quantization.message import (
     QuantizedMessage,
     Section,
 )
-from offbeat.strategies.base import GlobalModel, Strategy, SummedVotes, WorkerView, transient
-from offbeat.transport.future import Completed, Future
+from offbeat.strategies.base import GlobalModel, Strategy, SummedVotes, WorkerView
 
 _SMOOTHED_PASSES = 5
-"""‖u‖² and ‖D‖² are votes over the landings. A summand decays to 1/e in so many passes."""
+"""‖u‖² and ‖D‖² are summed over the landings. A summand decays to 1/e in so many passes."""
 
 
 @dataclass
@@ -74,11 +73,8 @@ class AveragerState:
         next_part: Index of the part that is launched next.
         checked_step: Local step of the last check for non-finite values.
         staleness: Histogram: for each staleness, the number of local steps that ended with it.
-        flight_seconds: Seconds from launch to arrival, votes over all landings.
+        flight_seconds: Seconds from launch to arrival, summed over all landings.
         sizer: Chooses the parts in a message. Only used with self-clocked launches.
-        delayed_row: ``delayed`` as plain numbers. Empty if it is None.
-        delayed: Sum of the votes of the previous round, if the strategy decides a round with the
-            votes of the previous one.
     """
 
     shared: list[Tensor]
@@ -94,8 +90,6 @@ class AveragerState:
     checked_step: int = 0
     staleness: dict[int, int] = field(default_factory=dict)
     flight_seconds: float = 0.0
-    delayed_row: list[float] = field(default_factory=list)
-    delayed: Future[Vote] | None = transient(default=None)
 
 
 class Averager(Flow):
@@ -105,7 +99,6 @@ class Averager(Flow):
     """
 
     state: AveragerState
-    uses_gradients = False
     vote_length = 0
     """Number of numbers in a vote that is sent with a message."""
     stores_shared = False
@@ -115,6 +108,7 @@ class Averager(Flow):
         super().__init__(strategy, worker)
         self.shared = shared
         self.waits = shared.blocking and shared.outer.plain and worker.wire.exact
+        self.measures = shared.gradient_norm
         self._calls_after_step = type(strategy).after_step is not Strategy.after_step
         self._squared: dict[int, float] = {}  # ‖g‖² of this step, by index of the optimizer
         self._flying: list[Flight] = []  # the oldest first
@@ -211,7 +205,7 @@ class Averager(Flow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        if last and self.strategy.gradient_norm:
+        if last and self.measures:
             self._sum_squares()
         return False
 
@@ -421,16 +415,12 @@ class Averager(Flow):
     @override
     def before_save(self) -> None:
         self.settle()
-        state = self.state
-        state.synced_steps = [part.synced_step for part in self.parts]
-        state.delayed_row = [] if state.delayed is None else state.delayed.wait().row()
+        self.state.synced_steps = [part.synced_step for part in self.parts]
 
     @override
     def after_load(self) -> None:
-        state = self.state
-        for part, step in zip(self.parts, state.synced_steps, strict=True):
+        for part, step in zip(self.parts, self.state.synced_steps, strict=True):
             part.synced_step = step
-        state.delayed = Completed(Vote.of(state.delayed_row)) if state.delayed_row else None
         self.report()
 
 
@@ -448,21 +438,19 @@ class RoundAverager(Averager):
           decide                          decide
           launch and land                 launch
 
-    If ``due`` returns 0, the worker does not vote, and there is nothing to decide.
+    If ``due`` returns False, the worker does not vote, and there is nothing to decide.
     """
 
     def __init__(self, strategy: Strategy, worker: Worker, shared: GlobalModel) -> None:
         super().__init__(strategy, worker, shared)
-        self._wanted = 0.0  # last return value of ``Strategy.due``
         self._report_non_finite = False  # True if a launch has found values that the vote lacked
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         if last:
-            if self.strategy.gradient_norm:
+            if self.measures:
                 self._sum_squares()
-            self._wanted = float(self.strategy.due(self.view_of(stepping=True)))
-            if self._wanted > 0:
+            if self.strategy.due(self.view_of(stepping=True)):
                 self._pending = self.vote(0, stepping=True)
         return False
 
@@ -488,7 +476,6 @@ class RoundAverager(Averager):
         vote = Vote(
             weight=self.weight(stepping=stepping),
             stepping=stepping,
-            wanted=self._wanted if stepping else 0.0,
             finite=finite,
             numbers=self.strategy.vote(self.view_of(stepping=stepping)),
         )
@@ -509,7 +496,7 @@ class RoundAverager(Averager):
         unchecked, state.checked_step = worker.step - state.checked_step > 1, worker.step
         if not stepping:
             return worker.finite_model()
-        if self.strategy.gradient_norm:
+        if self.measures:
             finite = worker.scaled or math.isfinite(state.view.gradient_norm_squared)
         else:
             finite = worker.finite_gradients(worker.optimizers)
@@ -518,25 +505,18 @@ class RoundAverager(Averager):
     @override
     def decide(self, round: Round) -> bool:
         """Launch the parts that the strategy chooses. If workers wait for the mean, also land."""
-        state = self.state
-        sums = round.sums
-        if self.strategy.vote_delay:
-            previous, state.delayed = state.delayed, sums
-            if previous is None:
-                return False
-            sums = previous
         view = self.view_of(stepping=bool(round.own.stepping))
-        number = self.strategy.decide(view, summed_votes(sums))
+        number = self.strategy.decide(view, summed_votes(round.sums))
         if not number:
             return False
-        landings = state.landings
+        landings = self.state.landings
         for part in self.next_parts(number):
             while part.flight is not None:  # the older ones first, as on all workers
                 self.land(self._flying[0])
             self._launch(part, round)
         while self.shared.blocking and self._flying:
             self.land(self._flying[0])
-        return state.landings > landings
+        return self.state.landings > landings
 
     def _launch(self, part: Part, round: Round) -> None:
         flight = self.begin(

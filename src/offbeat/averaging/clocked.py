@@ -117,7 +117,7 @@ class ClockedAverager(Averager):
             self.landed(flight)
             flight = None
         if flight is None:
-            if not (may_launch and self._due()):
+            if not (may_launch and self.strategy.due(self.view_of(stepping=True))):
                 return
             flight = self._begin(stepping=True)
         if self._work(flight, deadline):
@@ -146,9 +146,6 @@ class ClockedAverager(Averager):
         self._work(flight, math.inf)
         self.landed(flight)
 
-    def _due(self) -> bool:
-        return self.strategy.due(self.view_of(stepping=True)) > 0
-
     # -- messages --------------------------------------------------------------------------------
 
     def _vote(self, *, stepping: bool) -> Vote:
@@ -156,7 +153,7 @@ class ClockedAverager(Averager):
         return Vote(
             weight=float(stepping or self.unsynced),
             stepping=stepping,
-            wanted=self._flight_steps if stepping else math.inf,
+            flight_steps=self._flight_steps if stepping else math.inf,
             numbers=(*self.strategy.vote(self.view_of(stepping=stepping)), self._cost),
         )
 
@@ -217,7 +214,7 @@ class ClockedAverager(Averager):
             seconds = flight.arrived_seconds - flight.sent_seconds
             (self._flight_steps,) = self.worker.team.agree(seconds / pace.step_seconds)
         # What the workers have measured of the previous message came with this one.
-        fastest = min(vote.wanted for vote in flight.votes)
+        fastest = min(vote.flight_steps for vote in flight.votes)
         if math.isfinite(fastest) and self._measured:
             cost = max(vote.numbers[-1] for vote in flight.votes)
             state.sizer.measure(fastest, self._measured, cost)

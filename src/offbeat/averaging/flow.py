@@ -35,20 +35,19 @@ class Flow(ABC):
         state: State of the flow that a checkpoint contains: a dataclass.
         syncs: Number of rounds of this view that synchronized this worker.
         rounds: Makes, sends and numbers this worker's votes.
-        uses_gradients: True if ``gradients_ready`` reads or changes the gradients. It is then
-            called at the end of backward, and otherwise before the optimizer's step.
         can_save: True if ``state`` can be saved and loaded.
         waits: True if all workers wait for each mean, and their local models become equal to it.
         replicates: True if every step averages the gradients, so that all workers that step have
-            the same parameters. A step may then have several backward passes that call
-            ``gradients_ready``, and a GradScaler need not unscale the gradients before these calls.
+            the same parameters. ``gradients_ready`` is then called at the end of each backward
+            pass, also before a GradScaler unscales the gradients.
+        measures: True if ``measure`` is called. Not used with ``replicates``.
     """
 
     state: Any
-    uses_gradients = True
     can_save = True
     waits = False
     replicates = False
+    measures = False
 
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         self.strategy, self.worker = strategy, worker
@@ -95,16 +94,15 @@ class Flow(ABC):
     def measure(self, optimizer: AttachedOptimizer) -> None:  # noqa: B027
         """Measure the gradients of one optimizer at the end of backward, before they are clipped.
 
-        Called if ``Strategy.gradient_norm`` is set and ``uses_gradients`` is not. If a step has
-        several backward passes, the last call has the gradients of the step.
+        If a step has several backward passes, the last call has the gradients of the step.
         """
 
     @abstractmethod
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         """Handle the gradients of one optimizer, before the optimizer steps.
 
-        Called once in each step. With ``uses_gradients`` it is called again if the training loop
-        has replaced the gradients since, or after another backward pass; see ``replicates``.
+        Called once in each step. With ``replicates`` it is called at the end of backward, and again
+        if the training loop has replaced the gradients since, or after another backward pass.
 
         Args:
             optimizer: The optimizer.

@@ -4,7 +4,8 @@ A *consensus* replaces the local model by the mean over all workers, as follows:
 
 - Trainable parameters, floating-point buffers and complex buffers become their mean.
 - Signed integer buffers, such as BatchNorm's batch counter, become their maximum.
-- All other buffers, such as flags, become those of rank 0.
+- All other buffers, such as flags, become those of rank 0. So do ``local_tensors``, such as the
+  singular vectors of a spectral norm.
 - Frozen parameters do not change. Nor do buffers that ``state_dict`` does not save
   (``persistent=False``): they are constants, such as causal masks and tables of positions.
 
@@ -42,6 +43,21 @@ def saved_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return dict(sorted(found.items()))
 
 
+def local_tensors(model: nn.Module) -> set[str]:
+    """Return the names of tensors whose mean would be meaningless.
+
+    DistributedDataParallel is set to ignore them, or they are the singular vectors of a spectral
+    norm. If workers have different weights, the mean of their unit vectors is shorter than 1.
+    """
+    found: set[str] = set()
+    for prefix, module in model.named_modules():
+        own = {name for name, _ in module.named_buffers(recurse=False)}
+        names = {n for n in own if n[-2:] in ("_u", "_v") and {n[:-1] + "u", n[:-1] + "v"} <= own}
+        names.update(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        found.update(f"{prefix}.{name}" if prefix else name for name in names)
+    return found
+
+
 def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -74,9 +90,11 @@ class Replica:
         self._tensors = [p for _, p in self.parameters]
         self._dtypes = [p.dtype for p in self._tensors]
         # Found only once, because a search takes longer than the average of a small part.
-        self._saved_buffers = list(
-            saved_buffers(model if buffers_of is None else buffers_of).values()
-        )
+        source = model if buffers_of is None else buffers_of
+        self._local = local_tensors(source)
+        self._saved_buffers = [
+            (*place, name in self._local) for name, place in saved_buffers(source).items()
+        ]
 
     def describe(self) -> list[str]:
         """Return a line of text for each tensor of the model, for comparison between workers."""
@@ -88,6 +106,7 @@ class Replica:
         ]
         lines += [
             f"buffer {name!r}: shape {tuple(b.shape)}, {b.dtype}"
+            + (", local" if name in self._local else "")
             for name, b in self._model.named_buffers()
         ]
         return lines
@@ -112,20 +131,25 @@ class Replica:
         return [*self._model.parameters(), *self._model.buffers()]
 
     def float_buffers(self) -> list[Tensor]:
-        """Return the floating-point and complex buffers."""
-        return [b for b in self._present_buffers() if _is_float(b)]
+        """Return the floating-point and complex buffers that are averaged."""
+        return [b for b, local in self._present_buffers() if _is_float(b) and not local]
 
     def integer_buffers(self) -> list[Tensor]:
-        """Return the signed integer buffers."""
-        return [b for b in self._present_buffers() if b.dtype in _COUNTERS]
+        """Return the signed integer buffers that become their maximum."""
+        return [b for b, local in self._present_buffers() if b.dtype in _COUNTERS and not local]
 
     def other_buffers(self) -> list[Tensor]:
         """Return all other buffers."""
-        return [b for b in self._present_buffers() if not _is_float(b) and b.dtype not in _COUNTERS]
+        return [
+            b
+            for b, local in self._present_buffers()
+            if local or not (_is_float(b) or b.dtype in _COUNTERS)
+        ]
 
-    def _present_buffers(self) -> list[Tensor]:
-        found = [getattr(module, name, None) for module, name in self._saved_buffers]
-        return [buffer for buffer in found if isinstance(buffer, Tensor)]
+    def _present_buffers(self) -> list[tuple[Tensor, bool]]:
+        """Return the buffers that are tensors now, and whether each is in ``local_tensors``."""
+        found = [(getattr(m, name, None), local) for m, name, local in self._saved_buffers]
+        return [(buffer, local) for buffer, local in found if isinstance(buffer, Tensor)]
 
     def averaged(self) -> list[Tensor]:
         """Return the averaged parameters and buffers."""

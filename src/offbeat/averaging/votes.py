@@ -38,10 +38,8 @@ class Vote(NamedTuple):
         optimizer: Position of the optimizer that takes this step in the list passed to ``attach``,
             if gradients are averaged. 0 if models are averaged, or in a vote without a step. In
             the sum, that of the workers that take a step.
-        wanted: Return value of ``Strategy.due``: the number of parts of the model that this worker
-            wants to average. 0 if this worker takes no step. In a message of ``ClockedAverager``:
-            the time from sending to arrival of the previous message, in local steps of this worker.
-            Infinite if it is unknown.
+        flight_steps: In a message of ``ClockedAverager``: time from sending to arrival of the
+            previous message, in local steps of this worker. Infinite if it is unknown.
         finite: 0 if this worker's contribution is known to contain NaN or infinity.
         round: Number of the round since the group of workers changed, the same on all workers.
         step: Number of local steps of this worker.
@@ -52,7 +50,7 @@ class Vote(NamedTuple):
     stepping: float = 0.0
     call: float = 0.0
     optimizer: float = 0.0
-    wanted: float = 0.0
+    flight_steps: float = 0.0
     finite: float = 1.0
     round: float = 0.0
     step: float = 0.0
@@ -98,8 +96,8 @@ class Round:
 def summed_votes(sums: Future[Vote]) -> SummedVotes:
     """Return the sum of the votes for the strategy. Reading an attribute of it waits for them."""
 
-    def read() -> tuple[int, float, tuple[float, ...]]:
+    def read() -> tuple[int, tuple[float, ...]]:
         vote = sums.wait()
-        return int(vote.stepping), vote.wanted, vote.numbers
+        return int(vote.stepping), vote.numbers
 
     return SummedVotes(read)

@@ -1,14 +1,63 @@
-"""The table of all codecs, ``CODECS``, and the bfloat16 codec."""
+"""Codecs, which quantize float32 numbers into bytes and back. ``CODECS`` is the table of all.
 
-from math import isfinite
+A codec quantizes *blocks* of 512 numbers (``BLOCK``). An encoded block is a *row* of bytes. So a
+range of blocks is a range of rows, and any range can be encoded, sent or decoded by itself.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from math import inf
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.quantization.base import Codec, pieces
-from offbeat.quantization.integers import Int2, Int4, Int8
-from offbeat.quantization.kernels import BLOCK
+from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, TERNARY, THRESHOLD, kernels_for
+
+PIECE_BLOCKS = 256  # blocks in a piece: 512 KiB of float32, and as much scratch memory
+
+
+class Codec(ABC):
+    """Quantizes float32 numbers into rows of bytes, and decodes them.
+
+    ``rows`` is always uint8 with the shape [blocks, ``block_bytes``].
+    """
+
+    block_bytes: ClassVar[int]
+    """Bytes of one encoded block, a multiple of 4."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, rows: Tensor, *, keep_error: bool = True) -> None:
+        """rows ← Q(values);  values ← values − Q(values), the quantization error.
+
+        An error that would be NaN or infinite is set to 0.
+
+        Args:
+            values: float32, 1-D, a whole number of blocks. Overwritten.
+            rows: Output.
+            keep_error: False leaves undefined contents in ``values``, which is faster.
+        """
+
+    @abstractmethod
+    def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
+        """values ← decoded numbers, or values + decoded numbers with ``add``.
+
+        ``values`` is float32, 1-D, and may end inside a block.
+        """
+
+
+def pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows and the numbers of each piece of encoded blocks.
+
+    A CPU processes one piece after the other, because it fits into the cache. On a GPU there is a
+    single piece.
+    """
+    blocks = len(rows)
+    step = PIECE_BLOCKS if rows.is_cpu else max(1, blocks)
+    for start in range(0, blocks, step):
+        stop = min(start + step, blocks)
+        yield slice(start, stop), slice(start * BLOCK, stop * BLOCK)
 
 
 class BFloat16(Codec):
@@ -22,12 +71,8 @@ class BFloat16(Codec):
             part = values[numbers]
             rounded = part.to(torch.bfloat16)
             rows[some_rows].view(torch.bfloat16).copy_(rounded.view(-1, BLOCK))
-            if keep_error:
-                part.sub_(rounded)
-                # The error of a number that is not finite, or overflows in bfloat16, is not finite.
-                # If the sum is finite, so are all errors. On a GPU, reading the sum would block.
-                if part.device.type != "cpu" or not isfinite(part.sum().item()):
-                    part.nan_to_num_(0.0, 0.0, 0.0)
+            if keep_error:  # not finite if the number is not, or overflows in bfloat16
+                part.sub_(rounded).nan_to_num_(0.0, 0.0, 0.0)
 
     @override
     def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
@@ -36,6 +81,176 @@ class BFloat16(Codec):
             values.add_(decoded)
         else:
             values.copy_(decoded)
+
+
+class IntegerCodec(Codec):
+    """Quantizes each block to integers from −L to L and one float32 scale.
+
+        L = 2^(bits − 1) − 1            127, 7 or 1
+        scale = (largest absolute value of the block) / L
+        |error| ≤ scale / 2, plus float32 rounding errors
+
+    With 2 bits most numbers would become 0, and the result would have less than a third of the
+    squared norm of the block. So the threshold and the scale differ with 2 bits. A number becomes
+    ±scale if its absolute value is at least ``THRESHOLD`` times the mean absolute value of its
+    block, else 0. The scale is the mean absolute value of the numbers that do not
+    become 0, which has the least squared error.
+
+    Two kinds of blocks are exceptions:
+
+    - A block with NaN or infinity gets the scale NaN. It decodes to NaN, and its errors are 0.
+    - A block whose scale would be below ``SMALLEST_SCALE`` gets the scale 0. It decodes to zeros,
+      and its errors are the numbers themselves.
+
+    A row contains the scale and then the integers. If the integers take B bytes, byte j of them
+    holds the numbers j, j + B, j + 2·B, …, so packing works on contiguous memory. With 8 and 4 bits
+    they are packed in two's complement, from the lowest bits up.
+
+    With 2 bits a byte holds five integers, increased by 1, as the digits of a number d < 3⁵, the
+    highest digit first. The byte is f = d·256/243, rounded up. So f/256 is the fraction 0.d₀d₁d₂…
+    in base 3, and digit k is ⌊3·(3ᵏ·f mod 256)/256⌋, which needs no division.
+
+    The compiled loops of ``kernels.py`` process contiguous float32 tensors on the CPU, if numba is
+    installed. Torch operations process all others. Both decode a row to the same bits.
+
+    Attributes:
+        bits: Bits of an integer: 8, 4, or 2 for −1, 0 and 1.
+        block_bytes: Bytes of a row: a scale of 4 bytes and the packed integers.
+    """
+
+    bits: ClassVar[int]
+
+    @override
+    def encode(self, values: Tensor, rows: Tensor, *, keep_error: bool = True) -> None:
+        loops = kernels_for(values)
+        if loops is not None:
+            loops.encode(values.numpy(), rows.numpy(), self.bits, keep_error)
+            return
+        for some_rows, numbers in pieces(rows):
+            scale, packed = _split(rows[some_rows])
+            x = values[numbers].view(-1, BLOCK)
+            integers = self._quantize(x, scale)
+            if keep_error:  # without blocks whose scale is NaN
+                x.addcmul_(integers.to(torch.float32), scale, value=-1).nan_to_num_(0.0, 0.0, 0.0)
+            self._pack(integers, packed)
+
+    @override
+    def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
+        loops = kernels_for(values)
+        if loops is not None:
+            loops.decode(values.numpy(), rows.numpy(), self.bits, add)
+            return
+        for some_rows, numbers in pieces(rows):
+            part, (scale, packed) = values[numbers], _split(rows[some_rows])
+            decoded = (self._unpack(packed) * scale).view(-1)[: part.numel()]
+            if add:  # the product is rounded before the sum, as in the compiled loop
+                part.add_(decoded)
+            else:
+                part.copy_(decoded)
+
+    def _quantize(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Return blocks ``x`` as int8 integers, and set their scales."""
+        largest = x.abs().amax(-1, keepdim=True)
+        # A tensor, because CUDA divides by a Python number less exactly than a CPU does.
+        torch.div(largest, torch.full_like(largest, 2 ** (self.bits - 1) - 1), out=scale)
+        inverse = scale.reciprocal()
+        inverse.masked_fill_((scale < SMALLEST_SCALE) | ~scale.isfinite(), 0.0)
+        _mark_exceptions(scale)
+        return torch.mul(x, inverse).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
+
+    @abstractmethod
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        """Pack int8 integers, one row per block, into ``packed``. Overwrites ``integers``."""
+
+    @abstractmethod
+    def _unpack(self, packed: Tensor) -> Tensor:
+        """Return the integers, one row per block."""
+
+
+def _split(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of the scales (float32, one column) and of the packed integers (int8)."""
+    return rows[:, :4].view(torch.float32), rows[:, 4:].view(torch.int8)
+
+
+def _mark_exceptions(scale: Tensor) -> None:
+    """Replace scales that are too small by 0, and infinity by NaN."""
+    scale.masked_fill_(scale < SMALLEST_SCALE, 0.0).add_(scale - scale)  # ∞ − ∞ = NaN
+
+
+class Int8(IntegerCodec):
+    """Integers from −127 to 127."""
+
+    bits = 8
+    block_bytes = BLOCK + 4
+
+    @override
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        packed.copy_(integers)
+
+    @override
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return packed
+
+
+class Int4(IntegerCodec):
+    """Integers from −7 to 7."""
+
+    bits = 4
+    block_bytes = BLOCK // 2 + 4
+
+    @override
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        low, high = integers.chunk(2, dim=-1)
+        torch.mul(high, 16, out=packed).add_(low.bitwise_and_(15))
+
+    @override
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return torch.cat([packed << 4, packed], dim=-1) >> 4  # a shift right keeps the sign
+
+
+class Int2(IntegerCodec):
+    """The integers −1, 0 and 1."""
+
+    bits = 2
+    block_bytes = TERNARY + 4
+
+    @override
+    def _quantize(self, x: Tensor, scale: Tensor) -> Tensor:
+        absolute = x.abs()
+        threshold = _block_means(absolute).mul_(THRESHOLD)
+        chosen = absolute >= threshold
+        mean = _block_means(absolute * chosen)
+        mean.div_(chosen.sum(-1, keepdim=True, dtype=torch.float32).div_(BLOCK))
+        # 0/0 if the means of the tiniest numbers were rounded up. Other rounding must not make the
+        # scale larger than all numbers.
+        mean.nan_to_num_(0.0, posinf=inf)
+        torch.minimum(mean, absolute.amax(-1, keepdim=True), out=scale)
+        _mark_exceptions(scale)
+        integers = x.sign().to(torch.int8).mul_(chosen)
+        return integers.masked_fill_((scale == 0) | scale.isnan(), 0)
+
+    @override
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        digits = torch.zeros_like(packed, dtype=torch.int16)
+        for k, column in enumerate((integers + 1).split(TERNARY, dim=-1)):
+            digits[..., : column.shape[-1]] += column.to(torch.int16) * 3 ** (4 - k)
+        # (13·d + 242) // 243 without a division, exact for d < 3⁵.
+        packed.view(torch.uint8).copy_(digits + (digits * 13 + 242).to(torch.int32) * 135 // 2**15)
+
+    @override
+    def _unpack(self, packed: Tensor) -> Tensor:
+        fields = packed.view(torch.uint8).to(torch.int16)
+        columns = [(fields * 3**k & 255) * 3 // 256 - 1 for k in range(5)]
+        return torch.cat(columns, dim=-1)[..., :BLOCK]
+
+
+def _block_means(x: Tensor) -> Tensor:
+    """Return the mean of each block, with the additions in the order of the compiled loop."""
+    folded = x * (1 / BLOCK)
+    while folded.shape[-1] > 1:
+        low, high = folded.chunk(2, -1)
+        folded = low + high
+    return folded
 
 
 CODECS: dict[str, type[Codec]] = {"bfloat16": BFloat16, "int8": Int8, "int4": Int4, "int2": Int2}

@@ -48,7 +48,7 @@ The lowest bits of the sum are the integer in two's complement.
 
 
 def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
-    """Quantize blocks to integers; see ``integers.IntegerCodec`` for the format.
+    """Quantize blocks to integers; see ``codecs.IntegerCodec`` for the format.
 
     Args:
         values: Numbers of whole blocks.
@@ -124,7 +124,7 @@ def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
                 for j in range(part.size):
                     digits[j] += part[j] + np.int32(1)
             for j in range(width):
-                # d·256/243, rounded up: see ``integers.py``. 135/2¹⁵ is 1/243, exact enough here.
+                # d·256/243, rounded up: see ``codecs.py``. 135/2¹⁵ is 1/243, exact enough here.
                 d = digits[j]
                 more = (d * np.int32(13) + np.int32(242)) * np.int32(135) >> np.int32(15)
                 fields[j] = np.uint8(d + more)

@@ -37,9 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.quantization.base import pieces
-from offbeat.quantization.codecs import CODECS
-from offbeat.quantization.integers import IntegerCodec
+from offbeat.quantization.codecs import CODECS, IntegerCodec, pieces
 from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.wire import Wire
 from offbeat.transport.future import Future

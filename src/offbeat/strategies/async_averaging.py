@@ -82,7 +82,5 @@ class AsyncAveraging(Strategy):
         return GlobalModel(lands="arrived", bound=self.staleness, outer=outer)
 
     @override
-    def due(self, worker: WorkerView) -> float:
-        if self.schedule == "eager":
-            return 1.0
-        return float(2 * worker.since_launch >= self.staleness)
+    def due(self, worker: WorkerView) -> bool:
+        return self.schedule == "eager" or 2 * worker.since_launch >= self.staleness

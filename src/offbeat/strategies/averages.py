@@ -65,11 +65,13 @@ class GlobalModel:
         bound: Largest staleness in local steps, with "arrived". The staleness of a worker is the
             number of its local steps since the launch of the newest landed part. At the bound the
             worker waits until a newer part has landed. If no message is in flight, it launches one,
-            even if ``due`` returns 0.
+            even if ``due`` returns False.
         patience: With "arrived", the largest share of the training time (≥ 0) for which a worker
             waits at the end of steps for messages that are about to arrive. 0: it waits only at the
             bound.
         outer: Outer step, which determines Δ.
+        gradient_norm: True: the flow measures ``gradient_norm_squared`` of ``WorkerView`` in every
+            step.
         error_feedback: True: the flow measures ``squares`` of ``WorkerView``, and if ``outer`` has
             momentum, it calls ``outer_step`` for each launch. Requires ``outer.lr`` = 1.
         optimizer_state: True if the optimizers' state is averaged whenever the last part of the
@@ -81,6 +83,7 @@ class GlobalModel:
     bound: float = math.inf
     patience: float = 0.05
     outer: Outer = Outer()
+    gradient_norm: bool = False
     error_feedback: bool = False
     optimizer_state: bool = False
 
@@ -110,15 +113,11 @@ class GlobalModel:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The workers average gradients, before the optimizer's step.
+    """The workers average gradients in every step, at the end of backward.
 
-    Attributes:
-        every_step: True if every round averages the gradients. ``decide`` is then never called, and
-            the gradients may be sent during backward. False: the workers exchange votes first. They
-            average the gradients if ``decide`` returns a number > 0.
+    No other method of the strategy is called.
     """
 
-    every_step: bool = True
     blocking: ClassVar[bool] = True
     """True, because workers wait for each mean."""
 

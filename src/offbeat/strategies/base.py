@@ -28,10 +28,10 @@ Terms:
 The methods:
 
     averages()             what is averaged, and when a mean takes effect
-    due(worker)            how many parts this worker wants to launch now; 0 requests no round
+    due(worker)            True if this worker requests a round now
     state(worker)          the strategy's mutable state, a dataclass
     vote(worker)           numbers of this worker, which are summed over all workers
-    decide(worker, sums)  how many parts to launch, equal on all workers
+    decide(worker, sums)   how many parts to launch, equal on all workers
     outer_step(...)        coefficients of the step that moves P along the mean update
     after_step(worker)     measurements at the end of a local step
 
@@ -72,16 +72,14 @@ class SummedVotes:
     """The sums of a round over all workers. Reading an attribute waits until the sums have arrived.
 
     Args:
-        read: Function that waits for the sums and returns ``stepping``, ``wanted`` and ``votes``.
+        read: Function that waits for the sums and returns ``stepping`` and ``votes``.
 
     Attributes:
         stepping: Number of workers that take a step in this round.
-        wanted: Sum of the return values of ``due`` over these workers. Not defined with
-            ``lands="arrived"``.
         votes: Element-wise sum of the tuples that ``vote`` returned on all workers.
     """
 
-    def __init__(self, read: Callable[[], tuple[int, float, tuple[float, ...]]]) -> None:
+    def __init__(self, read: Callable[[], tuple[int, tuple[float, ...]]]) -> None:
         self._read = read
 
     @property
@@ -89,12 +87,8 @@ class SummedVotes:
         return self._read()[0]
 
     @property
-    def wanted(self) -> float:  # noqa: D102
-        return self._read()[1]
-
-    @property
     def votes(self) -> tuple[float, ...]:  # noqa: D102
-        return self._read()[2]
+        return self._read()[1]
 
 
 # -- state of a strategy, and its view of the worker -----------------------------------------------
@@ -151,9 +145,8 @@ class WorkerView:
             ``decide`` and ``outer_step``).
         since_launch: Number of local steps since this worker's newest launch, at first since the
             view began.
-        gradient_norm_squared: ‖g‖² of the current step before clipping. With several optimizers:
-            over all of them for a ``GlobalModel``, over one for ``Gradients``. Requires
-            ``Strategy.gradient_norm``.
+        gradient_norm_squared: ‖g‖² of the current step before clipping, over all optimizers.
+            Requires ``GlobalModel.gradient_norm``.
         squares: Exponentially weighted sums of ‖u‖² over the landed updates u of this worker, and
             of ‖D‖² over the landed means D. The weight decays to 1/e while each part lands five
             times. Requires ``error_feedback``.
@@ -187,24 +180,10 @@ class Strategy(ABC):
     name: ClassVar[str] = ""
     """Name in the text form, such as "local" in ``local:period=8``. Empty for a custom strategy."""
 
-    gradient_norm: ClassVar[bool] = False
-    """True if the strategy reads ``WorkerView.gradient_norm_squared``. The flow then measures it in
-    every step."""
-
     @property
     def default_wire(self) -> Precision:
         """Default of the ``wire`` argument of ``attach``."""
         return "float32"
-
-    @property
-    def vote_delay(self) -> int:
-        """Number of rounds by which ``decide`` lags behind the votes, 0 or 1.
-
-        With 1, ``decide`` receives the summed votes of the previous round, which have usually
-        arrived already. In the first round ``decide`` is not called. Not used with
-        ``lands="arrived"``, whose summed votes are always those of the previous message.
-        """
-        return 0
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -216,18 +195,18 @@ class Strategy(ABC):
         Called several times, and must always return equal values.
         """
 
-    def due(self, worker: WorkerView) -> float:
-        """Return the number of parts that this worker wants to launch now. 0 requests no round.
+    def due(self, worker: WorkerView) -> bool:
+        """Return True if this worker requests a round in this step.
 
-        ``decide`` can read the sum over the workers, ``SummedVotes.wanted``. The workers that still
-        take steps must request a round at the same local step, for example in every eighth step.
+        The workers that still take steps must request a round at the same local step, for example
+        in every eighth step.
 
         With ``lands="arrived"`` it is called at the end of a step if no message is in flight, and
-        if earlier messages have not taken too much processor time. If the result is above 0, this
+        if earlier messages have not taken too much processor time. If the result is True, this
         worker launches the next message at once. The workers may do so at different steps: its sum
         starts when the last worker has launched it.
         """
-        return 1.0
+        return True
 
     def with_adam_correction(self) -> "Strategy":
         """Return the strategy that runs in place of this one if the steps of Adam are corrected."""
@@ -254,8 +233,7 @@ class Strategy(ABC):
         """Return the number of parts that all workers launch in this round.
 
         The parts take turns: with 4 parts and the result 3, the first round launches parts 0, 1 and
-        2, and the next round parts 3, 0 and 1. With ``Gradients`` any number but 0 averages all
-        gradients. Never called with ``Gradients(every_step=True)``.
+        2, and the next round parts 3, 0 and 1.
 
         With ``lands="arrived"`` it is called once for each message, before its launch. The result
         is the number of parts in the message, at least 1, and ``sums`` contains the votes that

@@ -95,10 +95,10 @@ class DiLoCo(Strategy):
         )
 
     @override
-    def due(self, worker: WorkerView) -> float:
-        """Return 1 if launch j = 1, 2, … is due, else 0. It is due after ⌊j·H/F⌋ steps."""
+    def due(self, worker: WorkerView) -> bool:
+        """Return True if launch j = 1, 2, … is due, which is after ⌊j·H/F⌋ steps."""
         j, parts, period = worker.launches + 1, worker.count, self.period
-        return float(worker.since_launch >= j * period // parts - (j - 1) * period // parts)
+        return worker.since_launch >= j * period // parts - (j - 1) * period // parts
 
     @override
     def decide(self, worker: WorkerView, sums: SummedVotes) -> float:

@@ -42,8 +42,8 @@ class LocalSGD(Strategy):
         return GlobalModel(optimizer_state=self.optimizer_state == "average")
 
     @override
-    def due(self, worker: WorkerView) -> float:
+    def due(self, worker: WorkerView) -> bool:
         # In the warm-up each step has a mean. The number of means is equal on all workers, also if
         # they have taken different numbers of steps.
         warming_up = worker.start_step + worker.launches < self.warmup_steps
-        return float(worker.since_launch >= (1 if warming_up else self.period))
+        return worker.since_launch >= (1 if warming_up else self.period)

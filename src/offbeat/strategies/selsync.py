@@ -1,4 +1,4 @@
-"""SelSync: synchronize in the steps in which the gradient norm of any worker changes much."""
+"""SelSync: average models in the steps in which the gradient norm of any worker changes much."""
 
 import logging
 import math
@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from offbeat.strategies.base import (
     GlobalModel,
-    Gradients,
     Strategy,
     SummedVotes,
     WorkerView,
@@ -55,8 +54,7 @@ class SelSync(Strategy):
         m_i = (1 − a)·m_{i−1} + a·s,  m_0 = s       a = N/100 unless ``smoothing`` is given
         Δ = |m_i − m_{i−1}| / m_{i−1}               ∞ at the first step, 0/0 = 0
         flag = Δ ≥ δ, and δ < ∞
-        aggregate="parameters":  x ← T(x, g);  if any flag: x ← mean(x)
-        aggregate="gradients":   if any flag: g ← mean(g);  x ← T(x, g)
+        x ← T(x, g);  if any flag: x ← mean(x)
 
     LSSR, the local-to-synchronous step ratio, is the share of steps without a synchronization.
 
@@ -68,48 +66,38 @@ class SelSync(Strategy):
             0.3. At the first step with a finite Δ > 0 it becomes the mean of the workers' Δ.
             Afterwards it is adjusted in every step. None: 0.9, unless ``delta`` is given. ``delta``
             and ``target_lssr`` cannot both be given.
-        aggregate: Values that a synchronization averages: "parameters" or "gradients". The paper
-            found parameters better. With gradients the workers' models stay different.
         smoothing: Factor a in (0, 1]. None: N/100, at most 1.
         window: Number (≥ 1) of latest squared norms s whose weighted mean is m. The paper uses 25.
             None: m contains all s so far, by the recursion above.
         max_interval: Largest number of steps from one synchronization to the next (≥ 1). With 1
-            every step synchronizes (with deferred flags, from the second step). None: no limit.
+            every step synchronizes. None: no limit.
         warmup_steps: Number of steps at the start that all synchronize (≥ 0).
-        flags: "blocking": the workers wait for the flags of the current step. "deferred": the
-            workers use the flags of the previous step, which have usually arrived already. The
-            first step then never synchronizes, and the warm-up begins with the second step.
-        optimizer_state: "average" also averages the optimizers' state at each mean of the
-            parameters; it requires ``aggregate="parameters"``. "local" leaves the state different
-            on each worker.
+        optimizer_state: "average" also averages the optimizers' state at each mean. "local" leaves
+            it different on each worker.
 
     A non-finite norm counts as Δ = 0 and leaves m unchanged (see ``RelativeChange``).
     ``Stats.details["norms_not_finite"]`` counts such steps.
 
-    *Communication*: ten numbers per worker in each step, and the model (or the gradients) in a
-    synchronization. This is about (1 − LSSR) times the communication of BSP. *Memory*: one flat
-    copy of the model (or the gradients). A quantized ``wire`` adds the quantization errors, and for
-    parameters the last mean. *State*: m, the norms in the window, δ, counters, and what a quantized
-    wire adds.
+    *Communication*: ten numbers per worker in each step, and the model in a synchronization. This
+    is about (1 − LSSR) times the communication of BSP. *Memory*: one flat copy of the model. A
+    quantized ``wire`` adds the quantization errors and the last mean. *State*: m, the norms in the
+    window, δ, counters, and what a quantized wire adds.
 
-    *Differs from the paper*: the paper has no ``target_lssr``, ``max_interval``, ``warmup_steps``
-    or deferred flags. Where the paper and its published code differ, this class (1) averages the
-    parameters after the local step, (2) squares and smooths each norm once, and (3) measures Δ
-    before clipping.
+    *Differs from the paper*: the paper has no ``target_lssr``, ``max_interval`` or
+    ``warmup_steps``, and also averages gradients in place of parameters, which it found worse.
+    Where the paper and its published code differ, this class (1) averages the parameters after the
+    local step, (2) squares and smooths each norm once, and (3) measures Δ before clipping.
 
     Source: Tyagi & Swany, arXiv 2307.07950, Algorithm 1 and Equations 1-2.
     """
 
     name: ClassVar[str] = "selsync"
-    gradient_norm: ClassVar[bool] = True
     delta: float | None = setting(None, least=0, finite=False, hint="0 is BSP, inf sets no flag")
     target_lssr: float | None = setting(None, above=0, below=1)
-    aggregate: Literal["parameters", "gradients"] = "parameters"
     smoothing: float | None = setting(None, above=0, most=1)
     window: int | None = setting(None, least=1)
     max_interval: int | None = setting(None, least=1)
     warmup_steps: int = setting(0, least=0)
-    flags: Literal["blocking", "deferred"] = "blocking"
     optimizer_state: Literal["local", "average"] = "local"
 
     def __post_init__(self) -> None:
@@ -120,11 +108,6 @@ class SelSync(Strategy):
             )
         if self.target_lssr is None and self.delta is None:
             object.__setattr__(self, "target_lssr", _TARGET_LSSR)
-        if self.aggregate == "gradients" and self.optimizer_state == "average":
-            raise ValueError(
-                'optimizer_state="average" requires aggregate="parameters": with a mean of '
-                "gradients the optimizers' states stay local"
-            )
 
     @classmethod
     def paper(cls, delta: float = 0.3) -> "SelSync":
@@ -135,23 +118,15 @@ class SelSync(Strategy):
         """
         return cls(delta=delta, window=_PAPER_WINDOW)
 
-    @property
     @override
-    def vote_delay(self) -> int:
-        return int(self.flags == "deferred")
-
-    @override
-    def averages(self) -> GlobalModel | Gradients:
-        if self.aggregate == "gradients":
-            return Gradients(every_step=False)
-        return GlobalModel(optimizer_state=self.optimizer_state == "average")
+    def averages(self) -> GlobalModel:
+        return GlobalModel(gradient_norm=True, optimizer_state=self.optimizer_state == "average")
 
     @override
     def state(self, worker: WorkerView) -> SelSyncState:
         target = self.target_lssr
         controller = None if target is None else ThresholdController(target)
-        # Deferred flags are not decided in the first round.
-        return SelSyncState(RelativeChange(self.window), controller, since_sync=self.vote_delay)
+        return SelSyncState(RelativeChange(self.window), controller)
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:

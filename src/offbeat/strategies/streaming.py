@@ -178,10 +178,10 @@ class StreamingAveraging(Strategy):
         return StreamingState([float(worker.start_step)] * worker.count)
 
     @override
-    def due(self, worker: WorkerView) -> float:
+    def due(self, worker: WorkerView) -> bool:
         if self.schedule == "eager":
-            return 1.0
-        return float(worker.size > 1 and worker.since_launch >= self._cycle(worker.count)[0])
+            return True
+        return worker.size > 1 and worker.since_launch >= self._cycle(worker.count)[0]
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:

@@ -104,7 +104,7 @@ class Iteration:
             self._backward.close()
             self._backward = None
         flow, node, optimizers = self.flow, self.node, self._worker.optimizers
-        if not flow.uses_gradients and not flow.strategy.gradient_norm and node is None:
+        if not (flow.replicates or flow.measures or node is not None):
             return
         buckets: Sequence[Sequence[Tensor]] = []
         if node is not None:
@@ -150,22 +150,11 @@ class Iteration:
                 self._failure = error  # handled in ``_prepare``
 
     def backward_ended(self, received: set[int]) -> None:
-        """Average or measure the gradients of the optimizers ``received``. May block.
-
-        Raises AttachError if a step has several backward passes, and the strategy decides by the
-        gradients of each step.
-        """
+        """Average or measure the gradients of the optimizers ``received``. May block."""
         # Without those that stepped in this pass, and removed their gradients.
         received = {index for index in received if self._gradient(index) is not None}
         # The pass of a generator also computes gradients of the discriminator, which has stepped.
         for index in sorted(received - self._stepped or received):
-            accumulated = index in self._prepared and not self._replaced(index)
-            if accumulated and not self.flow.replicates:
-                raise AttachError(
-                    f"a second backward pass in one step, and {self.flow.strategy} decides by the "
-                    "gradients of the whole step: put all backward passes of a step but the last "
-                    "into `with sync.no_sync():`"
-                )
             self._receive(index)
 
     # -- called by the hooks on the optimizers -----------------------------------------------
@@ -237,9 +226,9 @@ class Iteration:
 
     def _pass_on(self, index: int) -> None:
         flow = self.flow
-        if flow.uses_gradients:
+        if flow.replicates:
             self._prepare(index)
-        elif flow.strategy.gradient_norm:
+        elif flow.measures:
             with self.guard:
                 flow.measure(self._worker.optimizers[index])
         self._received[index] = self._gradient(index)

@@ -202,9 +202,9 @@ class FedAvg(Strategy):
         return FedAvgState()
 
     @override
-    def due(self, worker: WorkerView) -> float:
+    def due(self, worker: WorkerView) -> bool:
         steps = self._steps_until(worker.launches + 1) - self._steps_until(worker.launches)
-        return float(worker.since_launch >= steps)
+        return worker.since_launch >= steps
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ parameter has at least two dimensions and (n + m)·r < n·m. All other gradients
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from offbeat.extend import (
     GradientFlow,
     GradientFlowState,
     GradientMean,
-    Gradients,
-    Worker,
-    WorkerView,
+    Round,
     as_real,
     make_flats,
     setting,
@@ -42,14 +40,13 @@ class LowRankMean(GradientMean):
     Attributes:
         q: Q of each compressed matrix, m × r, equal on all workers.
         errors: e of each compressed matrix, n × m.
+        rounds: Number of rounds so far.
     """
 
-    def __init__(
-        self, flow: "PowerSGDFlow", optimizer: AttachedOptimizer, view: WorkerView
-    ) -> None:
+    def __init__(self, flow: "PowerSGDFlow", optimizer: AttachedOptimizer) -> None:
         strategy = flow.strategy
         super().__init__(flow.worker.wire, optimizer.buckets)
-        self._start, self._view = strategy.start, view
+        self._start, self.rounds = strategy.start, 0
         self._shapes: list[tuple[int, int] | None] = []  # by parameter; None if not compressed
         self.q, self.errors = list[Tensor](), list[Tensor]()
         position = {id(p): i for i, p in enumerate(optimizer.parameters)}
@@ -66,7 +63,7 @@ class LowRankMean(GradientMean):
 
     @override
     def reduce(self, numbers: Sequence[float], *, contribute: bool) -> list[list[float]]:
-        if not self.q or self._view.launches < self._start:
+        if not self.q or self.rounds < self._start:
             return super().reduce(numbers, contribute=contribute)
         # A step inside torch.autocast would otherwise send the products in bfloat16.
         with torch.autocast(self.q[0].device.type, enabled=False):
@@ -121,9 +118,15 @@ class LowRankMean(GradientMean):
 
 @dataclass
 class PowerSGDState(GradientFlowState):
-    """State of a ``PowerSGDFlow``: adds ``q`` of the means of all optimizers."""
+    """State of a ``PowerSGDFlow``.
+
+    Attributes:
+        q: ``LowRankMean.q`` of all optimizers.
+        rounds: ``LowRankMean.rounds`` of all optimizers.
+    """
 
     q: list[Tensor] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
 
 
 class PowerSGDFlow(GradientFlow):
@@ -132,20 +135,30 @@ class PowerSGDFlow(GradientFlow):
     strategy: "PowerSGD"
     state: "PowerSGDState"
 
-    def __init__(self, strategy: "PowerSGD", worker: Worker) -> None:
-        super().__init__(strategy, worker, Gradients())
-
     @override
     def start(self) -> None:
         super().start()
-        state = self.state = PowerSGDState(**vars(self.state))
-        for mean in state.means:
-            assert isinstance(mean, LowRankMean)
-            state.q += mean.q
+        self._means = cast("list[LowRankMean]", self.state.means)
+        self.state = PowerSGDState(**vars(self.state), q=[q for m in self._means for q in m.q])
 
     @override
-    def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView) -> LowRankMean:
-        return LowRankMean(self, optimizer, view)
+    def make_mean(self, optimizer: AttachedOptimizer) -> LowRankMean:
+        return LowRankMean(self, optimizer)
+
+    @override
+    def decide(self, round: Round) -> bool:
+        votes = round.own if round.own.stepping else round.wait()
+        self._means[int(votes.optimizer)].rounds += 1
+        return super().decide(round)
+
+    @override
+    def before_save(self) -> None:
+        self.state.rounds = [mean.rounds for mean in self._means]
+
+    @override
+    def after_load(self) -> None:
+        for mean, rounds in zip(self._means, self.state.rounds, strict=True):
+            mean.rounds = rounds
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -92,7 +92,6 @@ class ServerFlow(Flow):
         unpushed: Number of local steps that this worker has not pushed yet.
     """
 
-    uses_gradients = False
     can_save = False
     server: ParameterServer
     tensors: list[Tensor]

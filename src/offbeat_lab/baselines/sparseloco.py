@@ -209,5 +209,5 @@ class SparseLoCo(Strategy):
         )
 
     @override
-    def due(self, worker: WorkerView) -> float:
-        return float(worker.since_launch >= self.period)
+    def due(self, worker: WorkerView) -> bool:
+        return worker.since_launch >= self.period

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from offbeat.arguments import POSITIVE, require_choice, require_number
 from offbeat.averaging import NonFinite
+from offbeat.averaging.replica import local_tensors
 from offbeat.errors import AttachError
 from offbeat.nodes.shards import is_sharded
 from offbeat.quantization.wire import Precision, require_precision
@@ -116,24 +117,25 @@ def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
 def require_usable(model: nn.Module) -> None:
     """Raise AttachError unless every parameter and buffer can be read and written in place.
 
-    Also raise if ``model`` contains modules of FSDP or an engine of DeepSpeed or tensors that DDP
-    ignores, or if inference mode is enabled.
+    Also raise if ``model`` contains modules of FSDP or an engine of DeepSpeed, if DDP is set to
+    ignore other tensors than buffers, or if inference mode is enabled.
     """
     if torch.is_inference_mode_enabled():
         raise AttachError("attach() inside torch.inference_mode(): leave it, nothing trains there")
     for module in model.modules():
         if type(module).__module__.startswith("torch.distributed.fsdp"):
             raise AttachError(f"the model is inside {type(module).__name__}: {_DIVIDED}")
-        if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
-            raise AttachError(
-                f"DistributedDataParallel was told to ignore {sorted(ignored)[0]!r}, which Offbeat "
-                "would average: keep what belongs to one worker outside of the attached model"
-            )
         if type(module).__module__.startswith("deepspeed.runtime"):
             raise AttachError(
                 f"the model is inside a {type(module).__name__} of DeepSpeed, which averages "
                 "gradients, or divides the model, by itself: train without DeepSpeed"
             )
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name in sorted(local_tensors(model) - buffers):
+        raise AttachError(
+            f"DistributedDataParallel is set to ignore {name!r}, which is not a buffer: keep "
+            "parameters of one worker outside of the attached model"
+        )
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             reason = _unusable(tensor)
@@ -144,11 +146,10 @@ def require_usable(model: nn.Module) -> None:
 def require_synchronous_layers(model: nn.Module, strategy: Strategy, *, nodes: bool) -> None:
     """Raise AttachError if ``model`` has a SyncBatchNorm whose workers do not step together.
 
-    Its forward pass is a collective. The workers step together if ``strategy`` averages gradients
-    in every step. With ``nodes`` (``node_group``) those of a node do, too.
+    Its forward pass is a collective. The workers step together if ``strategy`` averages
+    gradients. With ``nodes`` (``node_group``) those of a node do, too.
     """
-    averages = strategy.averages()
-    if isinstance(averages, Gradients) and averages.every_step:
+    if isinstance(strategy.averages(), Gradients):
         return
     for name, module in model.named_modules():
         inside = nodes and getattr(module, "process_group", None) is not None

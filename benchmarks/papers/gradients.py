@@ -1,0 +1,91 @@
+"""SelSync that averages gradients in place of parameters, which Figures 9 to 11 compare."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from offbeat import SelSync
+from offbeat.extend import (
+    AttachedOptimizer,
+    CustomFlow,
+    Flow,
+    GradientMean,
+    Round,
+    SummedVotes,
+    Vote,
+    WorkerView,
+)
+
+
+@dataclass
+class GradientSelSyncState:
+    """State of a ``GradientSelSyncFlow``: the view of its strategy."""
+
+    view: WorkerView
+
+
+class GradientSelSyncFlow(Flow):
+    """Averages the gradients of one optimizer before its step, if the strategy decides so."""
+
+    strategy: "GradientSelSync"
+    state: GradientSelSyncState
+
+    @override
+    def start(self) -> None:
+        view, (optimizer,) = self.worker.strategy_view(), self.worker.optimizers
+        view.state = self.strategy.state(view)
+        self.state = GradientSelSyncState(view)
+        self._mean = GradientMean(self.worker.wire, optimizer.buckets)
+
+    @property
+    @override
+    def unsynced(self) -> bool:
+        return self.worker.touched or self.worker.step > 0
+
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        squared = self.worker.squared_norm(optimizer.gradients())
+        self.state.view.gradient_norm_squared = squared
+        return self.act(self.vote(0, stepping=True))
+
+    @override
+    def step_ended(self) -> bool:
+        return False
+
+    @override
+    def vote(self, optimizer: int, *, stepping: bool) -> Round:
+        view = self.state.view
+        view.step, view.stepping, view.record = self.worker.step, stepping, self.worker.record
+        vote = Vote(weight=1.0, stepping=stepping, numbers=self.strategy.vote(view))
+        return self.rounds.send(vote)
+
+    @override
+    def decide(self, round: Round) -> bool:
+        sums, stepping = round.wait(), bool(round.own.stepping)
+        votes = SummedVotes(lambda: (int(sums.stepping), sums.numbers))
+        if not self.strategy.decide(self.state.view, votes):
+            return False
+        self._mean.reduce([], contribute=stepping)
+        return True
+
+    @override
+    def consensus(self, last: Round, *, final: bool) -> None:
+        worker, what = self.worker, f"mean at step {self.worker.step}"
+        worker.exact_mean.consensus(1.0, worker.size, final=final, what=what)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class GradientSelSync(SelSync):
+    """SelSync with means of gradients: if any worker sets a flag, g ← mean(g);  then x ← T(x, g).
+
+    Nothing makes the workers' models equal.
+    """
+
+    @override
+    def averages(self) -> CustomFlow:  # type: ignore[override]
+        return CustomFlow(GradientSelSyncFlow, blocking=True)
+
+
+AGGREGATES: Mapping[str, type[SelSync]] = {"gradients": GradientSelSync, "parameters": SelSync}
+"""Strategy by what a synchronization averages."""
