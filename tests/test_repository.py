@@ -67,23 +67,6 @@ def test_make_names_files_that_exist() -> None:
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-def test_the_version_is_published_by_its_tag_only() -> None:
-    workflow = read(GITHUB / "workflows/release.yml")
-    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as true
-    publish = workflow["jobs"]["publish"]
-    assert publish["environment"] == "pypi"
-    assert publish["permissions"] == {"id-token": "write"}
-    assert set(publish["needs"]) == {"test", "build"}
-
-
-def test_the_image_is_built_from_files_that_its_context_has() -> None:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()}
-    kept = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    assert copied == {line[1:] for line in kept if line.startswith("!")}
-    assert all((ROOT / name).exists() for name in copied)
-
-
 ADDRESSES = ("pyproject.toml", "mkdocs.yml", "SECURITY.md", ".github/ISSUE_TEMPLATE/config.yml")
 
 

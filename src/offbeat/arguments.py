@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-Precision = Literal["float32", "bfloat16", "int8", "int4", "int2"]
+Precision = Literal["float32", "int8", "int4", "int2"]
 """Precision of the numbers that workers send."""
 
 _LARGEST = 3.4e38  # largest float32

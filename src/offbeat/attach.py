@@ -31,7 +31,7 @@ from offbeat.training.checks.compatibility import (
 )
 from offbeat.training.ddp import DDPSuppressor, unwrapped
 from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
-from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
+from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.transport.communicator import Transport
 from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
@@ -91,8 +91,8 @@ def attach(
               many steps.
             - ``fully_shard`` may divide the model over a device mesh of the node's workers.
         scaler: The GradScaler in use. None: no scaler. A step that it skips counts as an iteration.
-        wire: Precision at which parameters and gradients are sent: "float32", "bfloat16", "int8",
-            "int4" or "int2". None: the strategy's ``default_wire``, which is "int2" for
+        wire: Precision at which parameters and gradients are sent: "float32", "int8", "int4"
+            or "int2". None: the strategy's ``default_wire``, which is "int2" for
             ``StreamingAveraging`` with its default schedule, and "float32" for the other strategies
             of Offbeat. The quantization error of a message is added to the next message (error
             feedback). Storing the errors takes one or two copies of the model, and none with
@@ -186,8 +186,6 @@ def attach(
     require_usable(local_model)
     require_synchronous_layers(model, strategy, nodes=node_group is not None)
     require_distinct_memory(dict(local_model.named_parameters()), strategy)
-    if isinstance(averages, GlobalModel) and averages.optimizer_state:
-        require_own_state(optimizers)
     attached_optimizers = _attached(model, optimizers)
     if shards is not None:
         attached_optimizers = [

@@ -213,7 +213,7 @@ def percent(share: float) -> str:
 BUCKET_BYTES = 8 * 2**20  # ``averaging/flat.py``
 FIRST_BUCKET_BYTES = 2**20  # ``averaging/gradients.py``
 BLOCK = 512  # numbers that are quantized together
-BLOCK_BYTES = {"bfloat16": 1024, "int8": 516, "int4": 260, "int2": 108}  # of one encoded block
+BLOCK_BYTES = {"int8": 516, "int4": 260, "int2": 108}  # of one encoded block
 _SINGLE_STAGE_WORKERS = 2  # ``quantization/message.py``
 _FORWARD_SHARE = 1 / 3  # ``training/backward_hooks.py``
 _VOTE_NUMBERS = 8  # without the numbers of a strategy
@@ -377,7 +377,7 @@ def plan(
     recommendation.
 
     *Not modelled*: the final metric; stragglers, which ``offbeat compare --simulate`` shows; the
-    arithmetic of sums and codecs; buffers; means of optimizers' states; other traffic on the
+    arithmetic of sums and codecs; buffers; other traffic on the
     network; and eager schedules with a staleness of 1. All steps take equally long, and backward
     takes twice as long as forward.
 

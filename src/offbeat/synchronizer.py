@@ -129,7 +129,8 @@ class Synchronizer:
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or after the first step of a worker.
-            CheckpointError: the state has an object of another type.
+            CheckpointError: the state has an object of another type. In ``attach`` of a worker
+                that joins, if ``save`` raises on the worker that sends the state.
         """
         self._require_active("share_state()")
         if self._components.unfinished.steps:

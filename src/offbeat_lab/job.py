@@ -131,7 +131,7 @@ class Job:
     )
     wire: Precision | None = option(
         Panel.STRATEGIES,
-        "Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
+        "Precision of what is sent: float32, int8, int4, int2.",
         metavar="NAME",
         unset="float32; int2 for streaming",
     )

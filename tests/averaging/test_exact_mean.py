@@ -125,7 +125,7 @@ def expected(weights: Sequence[float]) -> dict[str, Tensor]:
 
 
 ROUNDING = {torch.float32: 4e-7, torch.bfloat16: 2**-8, torch.float64: 1e-15}
-STEPS = {"float32": 0.0, "bfloat16": 2**-8, "int8": 1 / 127}
+STEPS = {"float32": 0.0, "int8": 1 / 127}
 
 
 def assert_is(got: dict[str, Tensor], mean: dict[str, Tensor], wire: str = "float32") -> None:
@@ -190,7 +190,7 @@ def trained(rank: int, size: int, text: str, wire: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize(
     "text", ["local:period=2", "streaming:parts=3,schedule=cyclic,staleness=2,outer_gain=1"]
 )

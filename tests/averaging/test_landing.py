@@ -111,8 +111,7 @@ def every_operation(rank: int, size: int, text: str, options: dict[str, Any], ki
 INT8 = {"wire": "int8"}
 MEANS = [
     ("local:period=1", {}),
-    ("local:period=1,optimizer_state=average", {}),
-    ("local:period=1,optimizer_state=average", INT8),
+    ("local:period=1", INT8),
     ("fedavg:period=1,fraction=0.5", {}),
     ("bsp", {}),
     ("bsp", INT8),

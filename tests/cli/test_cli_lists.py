@@ -108,7 +108,6 @@ def test_ranges_are_those_that_are_checked(call: Call) -> None:
     assert found["async"]["outer_lr=1.0"] == "> 0"
     assert found["async"]["outer_momentum=0.0"] == "[0, 1)"
     assert found["async"]["schedule=cyclic"] == "cyclic, eager"
-    assert found["diloco"]["optimizer_state=local"] == "local, average"
     found = settings_in(call("recipes")[1])
     assert found["easgd"]["synchronous=False"] == "true, false"
     assert re.fullmatch(r"\(0, 1\]", found["fedavg"]["fraction=1.0"])

@@ -77,21 +77,6 @@ def test_connections_end_with_the_worker(there: HeartbeatConnections, accepted: 
     assert descriptors() == before - 1
 
 
-def test_the_accepting_worker_keeps_its_connection_until_the_other_one_ends(
-    there: HeartbeatConnections,
-) -> None:
-    before, here = descriptors(), HeartbeatConnections(100)
-    assert here.connect({1: there.address}) == []
-    for _ in range(3):
-        assert there.dead() == set()
-    assert here.dead() == set()
-    here.close()
-    deadline = time.monotonic() + 10
-    while descriptors() > before and time.monotonic() < deadline:
-        there.dead()
-    assert descriptors() == before
-
-
 def test_a_connection_that_was_reset_is_opened_again(there: HeartbeatConnections) -> None:
     """A router may reset it. The end of the worker is noticed nevertheless."""
     here = HeartbeatConnections(100)

@@ -151,6 +151,7 @@ WAITS: dict[str, Callable[[Communicator], Any]] = {
     "a promise": lambda communicator: communicator.await_promise(
         communicator.host.promise(), what="promise"
     ).wait(),
+    "the end": lambda communicator: communicator.close(together=True),
 }
 
 

@@ -1,15 +1,14 @@
-"""Shaped links have the given rate, and nothing of them is left behind."""
+"""Nodes with shaped links: their sockets and bursts, and nothing of them is left behind.
 
-import contextlib
+``test_scenario.py`` tests their rates.
+"""
+
 import json
 import multiprocessing
 import os
 import socket
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,48 +17,12 @@ from offbeat_lab.launch.cluster import Cluster, _run, enter_namespace
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 
-WORKER = """
-import json, sys, time, torch, torch.distributed as dist
-rank, size, folder, elements = json.loads(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=size)
-tensor = torch.ones(elements)
-dist.all_reduce(tensor)
-shortest = float("inf")
-for _ in range(3):
-    dist.barrier()
-    start = time.perf_counter()
-    dist.all_reduce(tensor)
-    shortest = min(shortest, time.perf_counter() - start)
-print(shortest, flush=True)
-dist.barrier()
-dist.destroy_process_group()  # otherwise gloo's threads may end the process with an abort
-"""
-
 
 def namespaces(process: int) -> set[str]:
     """Return the namespaces of ``process``; other tests may make some meanwhile."""
     shown = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     names = {line.split()[0] for line in shown.stdout.splitlines() if line}
     return {name for name in names if name.startswith(f"offbeat-{process}-")}
-
-
-def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[str]:
-    """Run a program on each node, with rank, number of nodes and ``values``; return its output."""
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for rank in range(cluster.workers):
-            argument = json.dumps([rank, cluster.workers, *values])
-            process = subprocess.Popen(
-                cluster.command(rank, [sys.executable, "-c", program, argument]),
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": cluster.interface},
-            )
-            stack.callback(process.kill)
-            processes.append(process)
-        outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert not any(process.returncode for process in processes)
-    return outputs
 
 
 def connect_from(node: str, port: int) -> None:
@@ -90,28 +53,6 @@ def test_a_process_enters_a_node() -> None:
 def test_an_unknown_node_is_an_error() -> None:
     with pytest.raises(FileNotFoundError, match="offbeat-none"):
         enter_namespace("offbeat-none")
-
-
-def bytes_sent(cluster: Cluster) -> int:
-    """Return what node 0 has sent, by the counter of its interface (with headers)."""
-    shown = _run("ip", "-n", cluster.node(0), "-s", "-j", "link", "show", cluster.interface)
-    return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
-
-
-@needs_namespaces
-def test_an_all_reduce_is_not_faster_than_the_shaped_rate(tmp_path: Path) -> None:
-    """A gloo all-reduce between 2 nodes takes at least what the ring formula says for 200 Mbit/s.
-
-    It may take longer on a busy machine.
-    """
-    elements = 2_000_000
-    with Cluster(2, 200e6) as cluster:
-        before = bytes_sent(cluster)
-        seconds = on_nodes(cluster, WORKER, str(tmp_path), elements)
-        sent = bytes_sent(cluster) - before
-    ring = 4 * elements * 8 / 200e6
-    assert max(map(float, seconds)) > 0.9 * ring
-    assert 1.0 < sent / (4 * 4 * elements) < 1.15  # four of them, and headers
 
 
 @needs_namespaces

@@ -60,31 +60,6 @@ class Recorded(Loopback):
         on_event(End((Stats(),)))
 
 
-def test_a_strategy_may_have_its_own_options(tmp_path: Path) -> None:
-    """They change only its runs, and the results contain them."""
-    runner = Recorded()
-    results = lab.compare(
-        Job("digits", "bsp", 2, wire="bfloat16"),
-        ("bsp", "local:period=8 --wire int8 --lr-scale 2", "local:period=8 --sampler=defdp"),
-        runner=runner,
-        output=tmp_path,
-        on_start=ignore,
-        on_event=ignore,
-    )
-    told = [(job.strategy, job.wire, job.lr_scale, job.sampler) for job in runner.jobs]
-    assert told == [
-        ("bsp", "bfloat16", 1.0, "seldp"),
-        ("local:period=8", "int8", 2.0, "seldp"),
-        ("local:period=8", "bfloat16", 1.0, "defdp"),
-    ]
-    assert [one.label for one in results] == [
-        "bsp --wire bfloat16",
-        "local:period=8 --lr-scale 2 --wire int8",
-        "local:period=8 --sampler defdp --wire bfloat16",
-    ]
-    assert read_results(tmp_path / "results.jsonl") == results
-
-
 def test_existing_results_are_not_run_again(tmp_path: Path) -> None:
     """A failed comparison continues, and a finished one can be extended."""
     with pytest.raises(OffbeatError):

@@ -57,16 +57,6 @@ def test_all_workers_build_the_same(spirals: Path) -> None:
     assert not torch.equal(next(one.model.parameters()), next(other.model.parameters()))
 
 
-@pytest.mark.nightly
-def test_it_reaches_its_target(spirals: Path) -> None:
-    """The example of the page learns; the schedule ends low."""
-    job = Job("spirals.py", "local:period=4", 2, evaluations=4)
-    job.check()
-    result = run_and_record(job, ignore, place())
-    assert result.final > 0.95
-    assert result.metric == "accuracy"
-
-
 def test_processes_and_simulator_agree(spirals: Path) -> None:
     """Worker processes load the file, get ``--data``, clip gradients, and have the same metrics."""
     code = CODE.replace(

@@ -1,6 +1,8 @@
-"""Simulated runs whose scenario lets workers die and join: samples, workers, times, refusals."""
+"""Simulated runs whose scenario lets workers die and join: workers, times, refusals.
 
-from collections import Counter
+``data`` tests that no sample is missing.
+"""
+
 from dataclasses import replace
 from typing import Any
 
@@ -53,26 +55,6 @@ def used(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[float]]:
 def run(job: Job, **compute: Any) -> tuple[Result, VirtualCluster]:
     place = VirtualCluster(Network("1Gbit/s"), Compute("10ms", **compute))
     return run_and_record(job, lambda event: None, place), place
-
-
-@pytest.mark.parametrize("strategy", ["streaming", "local:period=4", "async:staleness=4", "bsp"])
-def test_no_sample_is_missing(strategy: str, used: dict[int, list[float]]) -> None:
-    """Each sample is used in each epoch. Only the last ones of the dead worker are used again.
-
-    With bsp, they are of the step in which it died and the one before. Otherwise, they are those
-    whose updates were in no mean yet, or not known to be.
-    """
-    result, _ = run(replace(JOB, strategy=strategy))
-    assert sorted(used) == [0, 1, 2, 3, 4, 5]
-    counts = Counter(sample for own in used.values() for sample in own)
-    assert len(counts) == SAMPLES
-    assert min(counts.values()) == EPOCHS
-    again = +Counter({sample: count - EPOCHS for sample, count in counts.items()})
-    most = 2 if strategy == "bsp" else 10
-    assert BATCH <= again.total() <= most * BATCH
-    assert again <= Counter(used[2][-most * BATCH :])
-    assert len(result.stats) == 6
-    assert result.stats[2].steps == len(used[2]) // BATCH - 1  # it was killed in the next step
 
 
 def test_the_workers_live_as_the_scenario_says(used: dict[int, list[float]]) -> None:

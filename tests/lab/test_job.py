@@ -16,7 +16,7 @@ JOB = Job("digits", "bsp", 2)
         "local:period=8 --wire int8",
         "local:period=8 --lr-scale 0.25 --sampler distributed --injection 0.5,0.25",
         "fedavg:period=8,weights=1/2 --lr-scale 1e-05",
-        "local:period=8,optimizer_state=average --wire int8",
+        "selsync:delta=0.1,window=4 --wire int8",
         "diloco:period=16 --wire int8 --optimizer muon",
         "ideal --optimizer adamw",
     ],
@@ -70,11 +70,11 @@ def test_options_of_the_whole_comparison_stay() -> None:
         ("streaming --injection 1,1", "data injection with streaming: .*; use BSP, LocalSGD, .*"),
         ("easgd --injection 0.5,0.5", "data injection with easgd: its workers do not wait .*"),
         ("bsp --optimizer lion", "optimizer must be None, .*, got 'lion'"),
-        ("local:period=8,optimizer_state=mean", "optimizer_state must be .*, got .mean."),
-        ("async:optimizer_state=average", "async has no setting 'optimizer_state'; .*"),
+        ("async:schedule=fast", "schedule must be .*, got .fast."),
+        ("async:optimizer=adamw", "async has no setting 'optimizer'; .*"),
         (
-            "local:period=8 --optimizer-state average",
-            ".*: --optimizer-state cannot be given to one strategy; .*",
+            "local:period=8 --outer-state average",
+            ".*: --outer-state cannot be given to one strategy; .*",
         ),
         ("", "unknown strategy ''; .*"),
     ],
@@ -88,7 +88,3 @@ def test_options_of_a_strategy_are_honoured_or_refused(text: str, message: str) 
 def test_a_baseline_is_refused_nodes() -> None:
     with pytest.raises(ValueError, match="node_group with easgd: baselines"):
         Job("digits", "easgd", 4, workers_per_node=2).check()
-
-
-def test_the_optimizers_state_is_a_setting_of_the_strategy() -> None:
-    JOB.under("local:period=4,optimizer_state=average").check()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from lab import tiny
@@ -71,20 +71,6 @@ def test_it_is_torchs_muon_and_adamw_to_the_last_bit() -> None:
             one.step()
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q)
-
-
-def test_a_closure_is_evaluated_once_with_gradients() -> None:
-    model, values = small_model(), iter(range(2))
-    optimizer = muon_for(model)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.ones(2, 6)).square().sum() + next(values)
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) > 0
-    assert next(values) == 1
 
 
 def names_for_muon(model: nn.Module) -> list[str]:

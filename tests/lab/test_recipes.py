@@ -51,16 +51,6 @@ def test_digits_splits_are_disjoint() -> None:
     assert sum(x.numpy().tobytes() in seen for x in test_x) == 0
 
 
-@pytest.mark.nightly  # importing scikit-learn takes as long as everything else here
-def test_digits_equal_those_of_scikit_learn() -> None:
-    """The recipe reads the file directly; scikit-learn's reader gives the same data."""
-    datasets = pytest.importorskip("sklearn.datasets")
-    there = datasets.load_digits()
-    images, labels = digits._read()
-    assert torch.equal(images, torch.tensor(there.images, dtype=torch.float32)[:, None] / 16)
-    assert torch.equal(labels, torch.tensor(there.target))
-
-
 def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digits, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs scikit-learn: pip install 'offbeat\[lab\]'"):

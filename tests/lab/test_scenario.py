@@ -164,9 +164,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         Scenario.read(tmp_path / "nowhere.toml", workers=2)
 
 
-# -- virtual time ----------------------------------------------------------------------------------
-
-
 # -- real processes --------------------------------------------------------------------------------
 
 

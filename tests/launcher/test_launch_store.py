@@ -10,14 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from cli.commands import alive, until
-from offbeat import cli
 from offbeat.elastic.address import parse_address
 from offbeat.errors import OffbeatError
 from offbeat.launcher import store as launch_store
 from offbeat.launcher.store import await_store, listen, serve
 from offbeat.transport.torch_backend.store_access import call_within
-
-OPTIONS = ("--workers", "2", "--here", "1", "--fresh", "--store", "127.0.0.1:1")
 
 
 def test_addresses() -> None:
@@ -111,21 +108,6 @@ def test_a_store_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     message = rf"no store answers at {address} within 0.3 s \(.* refused\); start one"
     with pytest.raises(OffbeatError, match=message):
         await_store(address)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs Linux or macOS")
-def test_a_launcher_without_its_store_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(launch_store, "_WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(sys, "argv", ["offbeat", "run", *OPTIONS, __file__])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 1
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.startswith("error: no store answers at 127.0.0.1:1 within 0.3 s (")
-    assert err.count("\n") == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Linux or macOS")

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.commands import COMMAND, LIMIT, alive, started, until
+from cli.commands import COMMAND, LIMIT, started, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -86,28 +85,3 @@ def test_a_lost_worker_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (ends[0]["size"], ends[0]["rank"]) == (2, 0)
     # gloo of torch 2.9 reports its connections on standard output
     assert [line for line in out.splitlines() if "[Gloo] Rank" not in line] == []
-
-
-@pytest.mark.nightly
-def test_a_lost_store_ends_the_training_with_the_next_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training continues until a worker is lost. Then all end, and no process is left."""
-    (tmp_path / "train.py").write_text(TRAIN)
-    monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    options = ("-n", "2", "--here", "2", "--store", f"127.0.0.1:{port}", "--max-restarts", "0")
-    with (
-        started(*COMMAND, "store", "--port", port, "--host", "127.0.0.1") as store,
-        started(*COMMAND, "run", *options, "train.py") as process,
-    ):
-        pids = [state(f"{rank}-0.trains", process)["pid"] for rank in range(2)]
-        store.kill()
-        store.wait(LIMIT)
-        os.kill(pids[1], signal.SIGKILL)
-        _, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 128 + signal.SIGKILL, err
-    assert f"at 127.0.0.1:{port} cannot be reached" in err
-    assert "offbeat: worker 0 ended with exit code 75; not again: --max-restarts 0\n" in err
-    assert not any(map(alive, pids))

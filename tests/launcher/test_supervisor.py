@@ -94,18 +94,6 @@ def test_workers_that_succeed_are_not_restarted(launcher: Launcher) -> None:
         assert launcher.of(rank) == ["started", "ended"]
 
 
-def test_a_killed_worker_is_started_again(launcher: Launcher) -> None:
-    """Alone, with the next count; the output before and after has its number."""
-    script = (
-        "print(f'start {os.environ[\"OFFBEAT_RESTARTS\"]}')\n"
-        "if rank == '1' and not again: os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert launcher.run(script, 2) == 0
-    assert sorted(launcher.out.splitlines()) == ["[0] start 0", "[1] start 0", "[1] start 1"]
-    how = "was ended by SIGKILL; again in 0.1 s (1 of 3)"
-    assert launcher.of(1) == ["started", how, "started again", "ended"]
-
-
 def test_a_worker_that_always_fails_is_given_up(launcher: Launcher) -> None:
     """Its exit code becomes the launcher's, once no other worker runs."""
     script = f"{TRAIN}if rank == '1': sys.exit(3)\ntime.sleep(1)"

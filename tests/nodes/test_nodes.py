@@ -22,7 +22,7 @@ TEXTS = [
     "local:period=1",
     "local:period=4",
     "selsync:delta=0.05",
-    "local:period=2,optimizer_state=average",
+    "local:period=2",
     "diloco:period=4,overlap=1",
     "streaming:schedule=cyclic,staleness=4,parts=1",
     "async:staleness=4",

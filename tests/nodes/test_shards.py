@@ -335,7 +335,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("two", {}, "its mesh has 2 dimensions"),
     ("some", {}, "'2.weight' cannot be trained between nodes: it is no DTensor, and others are"),
     ("tensors", {}, "not given to fully_shard (tensor parallelism)"),
-    ("", {"strategy": "local:period=2,optimizer_state=average"}, "state cannot be averaged there"),
     ("", {"min_workers": 1}, "min_workers with node_group"),
 ]
 

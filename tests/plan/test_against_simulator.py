@@ -23,11 +23,12 @@ from cells import nightly
 from offbeat import Compute, Network, StreamingAveraging, parse_strategy, simulate
 from offbeat.averaging import flat, gradients, pace, worker
 from offbeat.quantization import codecs, kernels
-from offbeat.units import to_count
+from offbeat.units import to_count, to_seconds
 
 MOST_BUCKETS, MOST_PARTS = 8, 24
 LARGE = 1_000_000
-STEP, INTERVAL = 0.02, 0.05  # allowed relative errors of a step, and of the steps between means
+# Allowed relative errors of a step, of the steps between means, and of the bytes sent in a step.
+STEP, INTERVAL, PAYLOAD = 0.02, 0.05, 0.09
 formulas = sys.modules["offbeat.plan"]  # ``offbeat.plan`` is the function
 
 
@@ -84,6 +85,7 @@ OTHERS = (
     "async:schedule=eager,staleness=5",
     "diloco:period=8",
     "diloco:period=6,fragments=2,overlap=2",
+    "diloco:period=8,overlap=5",
     "streaming:schedule=cyclic,staleness=8",
 )
 
@@ -184,15 +186,15 @@ def durations(case: Case, text: str) -> tuple[int, int]:
     return (1, 1) if text == "local:period=1" else (max(2, cycle), max(2, cycle))
 
 
-def simulated(case: Case, text: str, smaller: Smaller) -> tuple[float, float]:
-    """Seconds of a step of a training in the simulator, and parts that land in it."""
+def simulated(case: Case, text: str, smaller: Smaller) -> tuple[float, float, float]:
+    """Seconds of a step of a training in the simulator, parts that land in it, and bytes sent."""
     name, _, wire = text.partition(" --wire ")
     settle, steps = durations(case, name)
     # The gradients determine which steps synchronize. A fixed interval has the same share.
     name = name.replace("target_lssr=0.9", "delta=inf,max_interval=10")
     strategy = parse_strategy(name)
 
-    def train() -> tuple[float, float]:
+    def train() -> tuple[float, float, float]:
         model = Model(smaller.tensors, smaller.elements)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         precision: Any = wire or strategy.default_wire
@@ -203,16 +205,17 @@ def simulated(case: Case, text: str, smaller: Smaller) -> tuple[float, float]:
             model().backward()
             optimizer.step()
             if step in (settle, settle + steps):
-                landings = sync.stats.details.get("landings", 0)
-                ends.append((sync.stats.wait_seconds, sync.stats.compute_seconds, landings))
+                stats, landings = sync.stats, sync.stats.details.get("landings", 0)
+                seconds = stats.wait_seconds + stats.compute_seconds
+                ends.append((seconds, landings, stats.payload_bytes))
         sync.detach()
-        waited, computed, landed = (end - begin for begin, end in zip(*ends, strict=True))
-        return (waited + computed) / steps, landed / steps
+        seconds, landed, sent = (end - begin for begin, end in zip(*ends, strict=True))
+        return seconds / steps, landed / steps, sent / steps
 
     network, compute = smaller.network(case), Compute(case.step)
     found = simulate(train, workers=case.workers, network=network, compute=compute)
-    seconds, landed = zip(*found.results, strict=True)
-    return fmean(seconds), fmean(landed)
+    seconds, landed, sent = map(fmean, zip(*found.results, strict=True))
+    return seconds, landed, sent
 
 
 @pytest.mark.parametrize("case", [*CASES, *nightly(MANY)], ids=str)
@@ -232,7 +235,7 @@ def test_a_step_takes_as_long_as_in_the_simulator(
     if case.streams:
         name, _, rest = text.partition(" ")
         text = f"{name}{',' if ':' in name else ':'}parts={parts} {rest}".strip()
-    seconds, landed = simulated(case, text, smaller)
+    seconds, landed, sent = simulated(case, text, smaller)
     (row,) = offbeat.plan(
         parameters=smaller.parameters,
         step_time=case.step,
@@ -242,6 +245,9 @@ def test_a_step_takes_as_long_as_in_the_simulator(
         strategies=[text],
     ).rows
     assert row.step_seconds == pytest.approx(seconds, rel=STEP)
+    assert row.payload_bytes == pytest.approx(smaller.factor * sent, rel=PAYLOAD)
+    computing = to_seconds(case.step) / row.step_seconds
+    assert (row.idle, row.throughput) == pytest.approx((1 - computing, case.workers * computing))
     if case.clocked:
         assert row.interval_steps == pytest.approx(parts / landed, rel=INTERVAL)
 

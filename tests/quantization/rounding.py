@@ -21,8 +21,6 @@ def largest(x: Tensor) -> Tensor:
 
 def most(x: Tensor, precision: str) -> Tensor:
     """Return, for each element, the largest allowed quantization error of ``x``."""
-    if precision == "bfloat16":
-        return x.double().abs() * 2**-8 + 1e-38
     if precision == "int2":  # neither 0 nor a mean is further away
         return largest(x) * (1 + 1e-4) + 1e-28
     levels = {"int8": 127, "int4": 7}[precision]

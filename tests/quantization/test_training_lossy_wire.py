@@ -39,9 +39,8 @@ def train(rank: int, size: int, text: str, wire: str, steps: int) -> dict[str, A
     return {**seen, "end": in_order(model)}
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 @pytest.mark.parametrize("text", ["bsp", "local:period=1", "selsync:delta=0"])
-def test_blocking_strategies_keep_workers_together(text: str, wire: str) -> None:
+def test_blocking_strategies_keep_workers_together(text: str) -> None:
     """In every step gradients have the same bits on all workers, or P has.
 
     A local model then differs from P by the quantization error of the worker's last update, which
@@ -52,7 +51,7 @@ def test_blocking_strategies_keep_workers_together(text: str, wire: str) -> None
         model = make_wide(rank)
         optimizer = adamw(model)
         trace = []
-        with attach(model, optimizer, text, wire=wire) as sync:
+        with attach(model, optimizer, text, wire="int8") as sync:
             for step in range(8):
                 wide_step(model, optimizer, rank, step)
                 x, state = in_order(model), copy.deepcopy(sync.state_dict()["state"])
@@ -74,7 +73,6 @@ def test_blocking_strategies_keep_workers_together(text: str, wire: str) -> None
         ("selsync:delta=inf", "int8"),
         ("async:staleness=40", "int2"),
         ("local:period=4", "int4"),
-        ("local:period=4", "bfloat16"),
     ],
 )
 def test_the_final_mean_is_exact(text: str, wire: str) -> None:

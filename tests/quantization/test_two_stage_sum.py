@@ -49,26 +49,6 @@ def test_results_do_not_depend_on_when_workers_poll(world: Any) -> None:
                 assert torch.equal(a, b)
 
 
-def poll_early(wire: Wire, team: Team) -> bool:
-    tensor = torch.zeros(1)
-    if team.rank == 0:
-        future = start_sum(wire, torch.ones(4000))
-        early = future.done()
-        for other in range(1, team.size):  # only now let the others start
-            team.communicator.send(tensor, destination=other, tag=5, what="go").wait()
-    else:
-        team.communicator.receive(tensor, source=0, tag=5, what="go").wait()
-        future, early = start_sum(wire, torch.ones(4000)), False
-    while not future.done():
-        pass
-    return not early and bool((future.wait() == team.size).all())
-
-
-@every_world
-def test_done_never_blocks(world: Any) -> None:
-    assert all(world(poll_early, "int8"))
-
-
 # -- busy workers ---------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import offbeat
 from offbeat import Compute, Network, simulate
@@ -99,13 +98,3 @@ def test_faults_must_name_existing_workers() -> None:
         run(Kill(worker=3, at=1.0))
     with pytest.raises(TypeError, match="Kill or Join"):
         run("kill")
-
-
-def test_newcomers_get_the_next_ranks() -> None:
-    """They share no process group with the others."""
-
-    def worker() -> tuple[int, int]:
-        return dist.get_rank(), dist.get_world_size()
-
-    found = simulate(worker, workers=2, faults=[Join(at=0.5)])
-    assert found.results == [(0, 2), (1, 2), (2, 3)]

@@ -36,12 +36,6 @@ def test_collectives_cost_what_the_formulas_say(
     assert cost(kind, 1e6, workers, 125e6, 1e-4) == pytest.approx((seconds, 1e6 * sent))
 
 
-def test_text_and_numbers_make_the_same_network() -> None:
-    """Bits a second and seconds, or text."""
-    assert Network("5Gbit/s", latency="50us") == Network(5e9, 5e-5)
-    assert Network("1Gbit/s") == Network(1e9, "100us") != Network(2e9)
-
-
 def uneven(worker: int, now: float) -> str | float:
     """Links of 100, 1 and 1000 MB/s; from 2 s on, that of worker 1 has 10 MB/s."""
     slow = "8Mbit/s" if now < 2 else 80e6

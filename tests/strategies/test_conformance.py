@@ -391,7 +391,7 @@ def resume(
     return [*trace, flat(model)]
 
 
-RESUMED = [(wire, step) for step in (5, 8) for wire in ("float32", "bfloat16", "int8")]
+RESUMED = [(wire, step) for step in (5, 8) for wire in ("float32", "int8")]
 
 
 @pytest.mark.sampled
@@ -436,18 +436,14 @@ def send(rank: int, size: int, text: str, wire: Any) -> tuple[int, Tensor]:
 
 
 @first_of_each(TO_TRAIN_WITH)
-@pytest.mark.parametrize(
-    ("wire", "share"),
-    [pytest.param("bfloat16", 0.78, marks=pytest.mark.nightly), ("int8", 0.4)],
-)
-def test_a_wire_is_honoured(row: Row, wire: str, share: float) -> None:
+def test_a_wire_is_honoured(row: Row) -> None:
     """It sends fewer bytes, and quantized values near the exact ones."""
     # Payloads are what is handed over: all chunks, then the sum of the own one.
-    exact, lossy = (run(send, row.text, w, workers=3) for w in ("float32", wire))
+    exact, lossy = (run(send, row.text, w, workers=3) for w in ("float32", "int8"))
     start = flat(make_wide(0))
     for (before, a), (after, b) in zip(exact, lossy, strict=True):
         if not row.timed:  # eager parts that are shorter are launched more often
-            assert after < share * before
+            assert after < 0.4 * before
         assert not torch.equal(a, b)
         assert torch.equal(b, lossy[0][1])
         # Runs of an eager schedule differ, too, in the steps at which parts land. With the small

@@ -14,22 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat import DiLoCo, SelSync, StreamingAveraging, parse_strategy
+from offbeat import DiLoCo, SelSync, StreamingAveraging
 from offbeat.strategies.base import GlobalModel, Outer, Strategy, WorkerView
 from offbeat.strategies.trigger import RelativeChange, ThresholdController
 from strategies.decisions import UNREAD, Workers, summed_votes
-
-
-@pytest.mark.parametrize(
-    ("text", "wire"),
-    [
-        ("local:period=8", "float32"),
-        ("streaming", "int2"),
-        ("streaming:schedule=cyclic", "float32"),
-    ],
-)
-def test_the_default_wire(text: str, wire: str) -> None:
-    assert parse_strategy(text).default_wire == wire
 
 
 @pytest.mark.parametrize(
@@ -37,7 +25,6 @@ def test_the_default_wire(text: str, wire: str) -> None:
     [
         (lambda: GlobalModel(parts=0), "parts must be at least 1, got 0"),
         (lambda: GlobalModel(lands=-1), 'lands must be at least 0, or "arrived"; got -1'),
-        (lambda: GlobalModel(lands=2, optimizer_state=True), "optimizer_state requires lands=0"),
         (
             lambda: GlobalModel(error_feedback=True, outer=Outer(0.7)),
             r"error_feedback requires an outer learning rate of 1.*got lr=0\.7",

@@ -1,55 +1,16 @@
-"""The custom strategy of the page about extensions: its text form, its values over every wire."""
+"""Strategies of one's own: the votes with which they decide, and the example of a custom flow."""
 
 import runpy
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import workers
 from loops import attach, sgd
-from offbeat import parse_strategy
 from offbeat.extend import GlobalModel, SummedVotes, WorkerView
 from offbeat.strategies import Strategy
-from pages import ROOT, code_on
-from problems import flat, make_wide, wide_step
+from pages import ROOT
+from problems import make_wide, wide_step
 from worlds import simulated
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Strategy:
-    """A mean after steps 1, 3, 7 and 11, if the period may grow to 4."""
-    (tmp_path / "growing_period.py").write_text(code_on("extending", "class GrowingPeriod"))
-    monkeypatch.syspath_prepend(tmp_path)
-    return parse_strategy("growing_period:GrowingPeriod:most=4")
-
-
-def train(rank: int, size: int, own: Strategy, wire: Any) -> dict[str, Any]:
-    """Train uneven numbers of steps: rank 0 takes one less."""
-    model = make_wide(seed=rank)
-    optimizer = sgd(model)
-    with attach(model, optimizer, own, wire=wire) as sync:
-        for step in range(12 - (rank == 0)):
-            wide_step(model, optimizer, rank, step)
-    sent, details = sync.stats.payload_bytes, sync.stats.details
-    return {"model": flat(model), "sent": sent, "launches": details["launches"]}
-
-
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8", "int4", "int2"])
-def test_processes_and_the_simulator_agree_over_every_wire(own: Strategy, wire: Any) -> None:
-    """Models and bytes are the same."""
-    real, virtual = (run(train, own, wire, workers=3) for run in (workers.run, simulated))
-    exact = simulated(train, own, "float32", workers=3)[0]["model"]
-    for one, other in zip(real, virtual, strict=True):
-        assert torch.equal(one["model"], real[0]["model"])
-        assert torch.equal(other["model"], virtual[0]["model"])
-        assert one["launches"] == other["launches"] == 4
-        torch.testing.assert_close(one["model"], other["model"], rtol=1e-6, atol=1e-6)
-        assert one["sent"] == other["sent"]
-        moved = (exact - flat(make_wide(0))).norm()
-        assert (other["model"] - exact).norm() < 0.5 * moved
 
 
 @dataclass

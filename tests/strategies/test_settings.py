@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import offbeat
 import offbeat_lab
 from loops import attach, sgd
-from offbeat import LocalSGD, SelSync, parse_strategy
+from offbeat import AsyncAveraging, LocalSGD, SelSync, parse_strategy
 from offbeat.arguments import check_settings, did_you_mean, setting
 from offbeat.strategies import Strategy, registry
 from offbeat.strategies.base import WorkerView
@@ -36,7 +36,7 @@ MADE = st.one_of(
         smoothing=st.none() | unit | st.just(1),
         window=st.none() | whole,
     ),
-    st.builds(SelSync, target_lssr=unit, optimizer_state=st.sampled_from(["local", "average"])),
+    st.builds(AsyncAveraging, schedule=st.just("eager"), staleness=whole),
     st.builds(
         FedAvg,
         period=whole,
@@ -133,10 +133,10 @@ WRONG_VALUES = {
     "local:8": "in 'local:8': '8' is not of the form setting=value",
     "local:period=": "'period=' is not of the form setting=value",
     "local:period=4,period=4": "period is given twice",
-    "selsync:optimizer_state=none": 'optimizer_state must be "local" or "average", got None',
+    "async:schedule=none": 'schedule must be "cyclic" or "eager", got None',
     "fedavg": "give either period or rounds_per_epoch",
     "local:period=4,warmup_steps=-1": "warmup_steps must be at least 0",
-    "local:period=4,optimizer_state=mean": "optimizer_state must be \"local\" … got 'mean'",
+    "async:schedule=fast": "schedule must be \"cyclic\" … got 'fast'",
     "selsync:delta=-0.1": "delta must be at least 0 … got -0.1",
     "selsync:smoothing=0": "smoothing must be in (0, 1], got 0",
     "selsync:target_lssr=1.0": "target_lssr must be between 0 and 1, got 1.0",
@@ -147,7 +147,6 @@ WRONG_VALUES = {
     "diloco:outer_momentum=1.0": "outer_momentum must be in [0, 1), got 1.0",
     "diloco:period=3,fragments=4": "got fragments=4 and period=3",
     "diloco:period=3,overlap=3": "overlap must be less than period",
-    "diloco:overlap=2,optimizer_state=average": 'optimizer_state="average" requires overlap=0',
     "streaming:parts=0": "parts must be at least 1, got 0",
     "streaming:parts=1025": "parts must be at most 1024, got 1025",
     "streaming:parts=many": "parts must be \"auto\", got 'many'",

@@ -78,11 +78,6 @@ def test_the_factor_of_useless_moments_is_one(
     assert factor_of(v, m_squared, (beta, 0.999), steps, 4) == 1
 
 
-def test_equal_gradients_give_the_factor_one() -> None:
-    decay, decay_2 = 1 - 0.9**50, 1 - 0.999**50
-    assert factor_of(3.0 * decay_2, 3.0 * decay**2, (0.9, 0.999), 50, 16) == pytest.approx(1.0)
-
-
 # -- steps ----------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,12 @@ def nested() -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
@@ -112,6 +118,8 @@ def nested() -> torch.Tensor:
         (nested(), "buffer 'odd' .* nested.*to_padded_tensor"),
         (torch.ones(3).to(torch.float8_e5m2), "buffer 'odd' .*8 bits.*bfloat16"),
         (nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn)), "parameter 'odd' .*8 bits"),
+        (torch.ones(3).to(torch.uint16), "buffer 'odd' .*cannot send torch.uint16.*int64"),
+        (quantized(), "buffer 'odd' .*cannot send torch.qint8.*float32"),
     ],
 )
 def test_tensors_that_cannot_be_written_are_refused(tensor: torch.Tensor, why: str) -> None:
@@ -177,7 +185,7 @@ def test_attach_inside_inference_mode_is_refused() -> None:
 
 ABILITIES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("bsp", {"wire": "auto"}, ValueError, "wire must be .*, got 'auto'"),
-    ("bsp", {"wire": "float16"}, ValueError, 'wire must be "float32", "bfloat16", "int8", "int4"'),
+    ("bsp", {"wire": "float16"}, ValueError, 'wire must be "float32", "int8", "int4"'),
     ("bsp", {"non_finite": "exclude"}, ValueError, 'non_finite must be "raise" or "warn"'),
     ("bsp", {"min_workers": 0}, ValueError, "min_workers must be at least 1, got 0"),
     ("bsp", {"min_workers": 1.5}, TypeError, "min_workers must be an integer"),

@@ -174,19 +174,6 @@ def test_a_worker_in_finish_takes_part_with_its_modules(text: str) -> None:
     assert run(early, text, workers=2) == [([2.0, 1.0] * 4, 2.0), ([2.0, 3.0], 2.0)]
 
 
-def sharing(rank: int, size: int) -> float:
-    model, shared = make_model(rank), nn.Linear(1, 1)
-    sync = attach(model, sgd(model), "bsp")
-    nn.init.constant_(shared.weight, 1.0 + 2 * rank)
-    sync.finish(also=(shared, nn.Sequential(shared, nn.ReLU())))
-    return shared.weight.item()
-
-
-def test_further_modules_may_share_tensors() -> None:
-    """A tensor of two modules of one call is averaged once: (1 + 3) / 2."""
-    assert run(sharing, workers=2) == [2.0, 2.0]
-
-
 def wrong_modules(rank: int, size: int) -> Any:
     model, other = make_model(0), nn.Linear(2, 2)
     sync = attach(model, sgd(model), "bsp")

@@ -115,6 +115,32 @@ def test_changes_by_hand_are_reported(text: str, caplog: pytest.LogCaptureFixtur
     assert len(logged(caplog, "final model of rank 1, 2 differs from that of rank 0")) == 1
 
 
+def not_averaged(rank: int, size: int, text: str, late: bool) -> None:
+    """Change a frozen parameter, as for a teacher, or register a buffer after ``attach``."""
+    model = make_model(seed=0)
+    model.register_parameter("teacher", torch.nn.Parameter(torch.zeros(2), requires_grad=False))
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text)
+    if late:
+        model.register_buffer("mask", torch.full((2,), float(rank)))
+    else:
+        torch.nn.init.constant_(model.teacher, float(rank))
+    train_step(model, optimizer, make_batch(rank, 0))
+    sync.finish()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("text", ["bsp", "streaming"])
+def test_tensors_that_are_not_averaged_and_differ_are_reported(
+    text: str, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Frozen parameters that the script updates, and buffers that appear after ``attach``."""
+    simulated(not_averaged, text, late, workers=2)
+    (message,) = logged(caplog, "final model of rank 1 differs from that of rank 0")
+    assert "frozen parameters" in message
+    assert "buffers that the model did not have" in message
+
+
 def test_averaged_changes_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     models = simulated(by_hand, "local:period=2", 3, workers=3)
     assert torch.equal(models[0], models[1])

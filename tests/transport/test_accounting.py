@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 import offbeat
 from offbeat.transport.communicator import Communicator
@@ -69,19 +68,6 @@ def test_one_of_several_senders_counts_its_share() -> None:
     assert communicator.account.payload_bytes == 28 // 4 + 28
 
 
-def test_closing_reaches_the_communicator() -> None:
-    closed: list[bool] = []
-
-    class Closing(SingleCommunicator):
-        @override
-        def close(self, *, together: bool = False) -> None:
-            closed.append(together)
-
-    for together in (False, True):
-        Team(Closing()).close(together=together)
-    assert closed == [False, True]
-
-
 @worlds_without_processes
 def test_a_duplicate_shares_the_account(world: World) -> None:
     """So does a duplicate of a duplicate. Nothing counts while the account is paused."""
@@ -139,26 +125,3 @@ def test_waiting_for_a_promise_counts_in_virtual_time() -> None:
         assert payload == 0
     assert {span.kind for span in result.timeline} == {"wait", "transfer"}
     assert sum(span.kind == "wait" for span in result.timeline) == 2
-
-
-def test_sleeping_background_threads_add_no_waiting_time() -> None:
-    """The simulator checks that computing and waiting fill the worker's time."""
-
-    def work() -> float:
-        team = Team(dist.group.WORLD.make_communicator(20.0))
-        never = team.communicator.await_promise(team.host.promise(), what="nothing")
-
-        def activity() -> None:
-            team.host.sleep(0.01, "a nap")
-            for _ in range(500):
-                never.done()
-
-        team.host.spawn(activity, what="a test activity")
-        team.host.computed(1)
-        return team.host.now()
-
-    compute = offbeat.Compute("1s")
-    result = offbeat.simulate(work, workers=2, compute=compute)
-    assert result.results == pytest.approx([1.0, 1.0])
-    assert {span.kind for span in result.timeline} == {"compute"}
-    assert result.idle == 0

@@ -1,8 +1,6 @@
 """Closing: releases all resources, ends pending operations, and loses no result of a peer."""
 
 import gc
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -179,28 +177,6 @@ def leave_one_behind(rank: int, size: int) -> Any:
 def test_closing_abandons_a_thread_after_its_time_limit() -> None:
     """close() waits for a background thread for closing_seconds, not until it ends."""
     assert all(seconds >= 0.2 for seconds in run(leave_one_behind, workers=2))
-
-
-def interrupt_the_end(rank: int, size: int) -> list[str]:
-    communicator = open_one()
-    sent = communicator.send(torch.zeros(1), destination=1 - rank, what="a message")
-    communicator.receive(torch.zeros(1), source=1 - rank, what="a message").wait()  # in a thread
-    sent.wait()
-    if rank == 1:
-        meet("rank 0 has left", [0, 1])
-        communicator.close()
-        return []
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent process may have ignored it
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        communicator.close(together=True)
-    meet("rank 0 has left", [0, 1])
-    return [thread.name for thread in threading.enumerate() if thread.name == "a message"]
-
-
-def test_ctrl_c_while_closing_together_leaves_nothing_open() -> None:
-    """The worker is interrupted while it waits for the others to close."""
-    assert run(interrupt_the_end, workers=2) == [[], []]
 
 
 def leave_one_inside(rank: int, size: int) -> Any:

@@ -77,14 +77,14 @@ def test_operations_of_several_threads_are_atomic(kind: str, tmp_path: Path) -> 
     assert len(set(won)) == 1
 
 
-def test_a_closed_board_refuses_operations() -> None:
+def test_a_closed_store_refuses_operations() -> None:
     store = TorchStore(dist.HashStore())
     store.close()
     with pytest.raises(RuntimeError, match="about to exit"):
         store.get("a")
 
 
-def test_boards_are_optional() -> None:
+def test_stores_are_optional() -> None:
     """A single process has one. A communicator without a store says so."""
 
     class Bare(SingleCommunicator):

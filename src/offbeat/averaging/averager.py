@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.copies import Copies
-from offbeat.averaging.flat import WHOLE, Share, Slice, Space, cut, make_spaces
+from offbeat.averaging.flat import Share, Slice, Space, cut, make_spaces
 from offbeat.averaging.flight import Flight, Part, Step, sections_of
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.pace import Sizer
@@ -65,10 +65,10 @@ class AveragerState:
         velocity: v, like ``shared``.
         errors: Quantization errors of the sums, like ``shared``; see ``Stream``.
         view: The data about this worker that the strategy may read.
-        landings: Number of landings in this view.
-        launch_step: Local step of the newest launch, at first that at which the view began.
-        fresh_step: Local step at which the newest landed part was launched, at first that at which
-            the view began.
+        landings: Number of landings in this generation.
+        launch_step: Local step of the newest launch, at first that at which the generation began.
+        fresh_step: Local step of the launch of the newest landed part, at first like
+            ``launch_step``.
         synced_steps: ``Part.synced_step`` of each part.
         next_part: Index of the part that is launched next.
         checked_step: Local step of the last check for non-finite values.
@@ -104,11 +104,11 @@ class Averager(Flow):
     stores_shared = False
     """True if P is stored in any case."""
 
-    def __init__(self, strategy: Strategy, worker: Worker, shared: GlobalModel) -> None:
+    def __init__(self, strategy: Strategy, worker: Worker, averages: GlobalModel) -> None:
         super().__init__(strategy, worker)
-        self.shared = shared
-        self.waits = shared.blocking and shared.outer.plain and worker.wire.exact
-        self.measures = shared.gradient_norm
+        self.averages = averages
+        self.waits = averages.blocking and averages.outer.plain and worker.wire.exact
+        self.measures = averages.gradient_norm
         self._calls_after_step = type(strategy).after_step is not Strategy.after_step
         self._squared: dict[int, float] = {}  # ‖g‖² of this step, by index of the optimizer
         self._flying: list[Flight] = []  # the oldest first
@@ -126,7 +126,7 @@ class Averager(Flow):
             [space.v for space in self.spaces if space.v is not None],
             [s.stream.errors for s in self.spaces if s.stream.errors is not None],
             view,
-            Sizer(len(self.parts), bound=self.shared.bound),
+            Sizer(len(self.parts), bound=self.averages.bound),
             launch_step=worker.step,
             fresh_step=worker.step,
             checked_step=worker.step,
@@ -134,22 +134,28 @@ class Averager(Flow):
         self.report()
 
     def _make_parts(self) -> None:
-        worker, shared, team = self.worker, self.shared, self.worker.team
-        tensors, wire = [p for _, p in worker.replica.parameters], worker.wire
-        shares, place = [WHOLE], 0
-        if team.copies > 1:
-            assert team.node is not None
-            shares = [Share(each, team.copies) for each in range(team.copies)]
-            place = team.node.inside.rank
-        several = worker.size > 1
+        """Allocate P and v, and cut the model into parts.
+
+        If a node has several copies of the model, each process averages a share of each part. It
+        stores P and v of its own share, and knows the slices of all.
+        """
+        worker, averages = self.worker, self.averages
+        team, wire, several = worker.team, worker.wire, worker.size > 1
         # An exact mean of whole models needs no P.
         # A single worker takes outer steps, too, unless they lengthen the mean of several workers.
-        steps = not shared.outer.plain and (several or not shared.error_feedback)
-        self._stores = self.stores_shared or steps or (several and (not wire.exact or shared.eager))
-        velocity = steps and shared.outer.momentum > 0
+        steps = not averages.outer.plain and (several or not averages.error_feedback)
+        inexact = several and (not wire.exact or averages.eager)
+        self._stores = self.stores_shared or steps or inexact
+        velocity = steps and averages.outer.momentum > 0
+        place = team.node.inside.rank if team.node is not None and team.copies > 1 else 0
         spaces = [
-            make_spaces(tensors, shared=self._stores and mine, velocity=velocity and mine, share=s)
-            for mine, s in ((index == place, share) for index, share in enumerate(shares))
+            make_spaces(
+                [parameter for _, parameter in worker.replica.parameters],
+                shared=self._stores and index == place,
+                velocity=velocity and index == place,
+                share=Share(index, team.copies),
+            )
+            for index in range(team.copies)
         ]
         self.spaces = spaces[place]
         elements = sum(space.x.elements for space in self.spaces)
@@ -161,16 +167,17 @@ class Averager(Flow):
         number = int(team.agree(max(map(len, slices_of)))[0])
         for each in slices_of:
             each += [[] for _ in range(number - len(each))]
-        slices = slices_of[place]
-        self._copies = None if len(shares) == 1 else Copies(team, slices_of)
-        self.parts = [Part(index, each, worker.step) for index, each in enumerate(slices)]
+        self._copies = None if team.copies == 1 else Copies(team, slices_of)
+        self.parts = [
+            Part(index, slices, worker.step) for index, slices in enumerate(slices_of[place])
+        ]
 
     def _cut(self, spaces: Sequence[Space]) -> list[list[Slice]]:
         """Return the slices of each part."""
-        worker, shared = self.worker, self.shared
+        worker, parts = self.worker, self.averages.parts
         size = sum(space.x.elements * space.x.tensors[0].itemsize for space in spaces)
         (largest,) = worker.team.agree(size)
-        number = shared.parts(round(largest)) if callable(shared.parts) else shared.parts
+        number = parts(round(largest)) if callable(parts) else parts
         # In a second stage each worker adds up the same number of blocks of each part.
         owners = 1 if worker.size <= SINGLE_STAGE_WORKERS else worker.size
         return cut(spaces, number, 1 if self.precision is None else BLOCK * owners)
@@ -234,19 +241,16 @@ class Averager(Flow):
         view.launches += len(parts)
         self.state.launch_step = worker.step
         numbers = ", ".join(str(part.index) for part in parts)
-        what, sections = (
-            f"launch {view.launches} (part {numbers}) at step {worker.step}",
-            sections_of(parts),
-        )
+        what = f"launch {view.launches} (part {numbers}) at step {worker.step}"
+        sections = sections_of(parts)
         message = self.make_message([each.section() for each in sections], what)
         exact = self.precision is None
         flight = Flight([*parts], sections, message, weight, total, steps, worker.step, exact)
-        flight.measures = self.shared.error_feedback
+        flight.measures = self.averages.error_feedback
         self.report()
         for space in self.spaces:
             space.x.refresh()
-        check = worker.size > 1 and self.precision in (None, "bfloat16")
-        flight.work = flight.pack(check=check, mark=not self.shared.blocking)
+        flight.work = flight.pack(check=exact and worker.size > 1, mark=not self.averages.blocking)
         for part in parts:
             part.flight = flight
         self._flying.append(flight)
@@ -256,7 +260,7 @@ class Averager(Flow):
         """Return a new message. A subclass may use another kind of message."""
         worker = self.worker
         if self.precision is None:
-            return ExactMessage(worker.team, sections, what, keep=not self.shared.blocking)
+            return ExactMessage(worker.team, sections, what, keep=not self.averages.blocking)
         return QuantizedMessage(worker.wire, sections, what, vote=self.vote_length)
 
     def check_launch(self, flight: Flight) -> bool:
@@ -305,11 +309,9 @@ class Averager(Flow):
             flight.buffers.wait()
         if flight.arrived_seconds is None:
             flight.arrived_seconds = worker.team.host.now()
-        if self.shared.optimizer_state and self.sends_buffers(flight) and flight.total():
-            worker.optimizer_state.average(flight.weight, flight.total())
         if take and flight.total() > 0:
             # Without local steps since the launch x ← P, with the same bits on all workers.
-            unmoved = self.shared.blocking or worker.model_version <= flight.step
+            unmoved = self.averages.blocking or worker.model_version <= flight.step
             flight.move_and_add(overwrite=unmoved)
         self.landed(flight, take=take)
 
@@ -324,14 +326,14 @@ class Averager(Flow):
         self._flying.remove(flight)
         for part in flight.parts:
             part.flight = None
-            if self.shared.blocking and take and total:
+            if self.averages.blocking and take and total:
                 part.synced_step = worker.step
         number = len(flight.parts)
         state.landings += number
         state.fresh_step = max(state.fresh_step, flight.step)
         arrived = flight.arrived_seconds or flight.sent_seconds
         state.flight_seconds += number * (arrived - flight.sent_seconds)
-        if self.shared.error_feedback:
+        if self.averages.error_feedback:
             keep = (1 - 1 / (_SMOOTHED_PASSES * len(self.parts))) ** number
             mean_squared, sent_squared = flight.squares.tolist()
             sent, mean = worker.team.sum_over_node(sent_squared, mean_squared)
@@ -355,8 +357,8 @@ class Averager(Flow):
 
     def outer_steps(self, parts: Sequence[Part], votes: SummedVotes) -> list[Step]:
         """Return the outer step of each part."""
-        outer, view = self.shared.outer, self.state.view
-        if not (self.shared.error_feedback and outer.momentum):
+        outer, view = self.averages.outer, self.state.view
+        if not (self.averages.error_feedback and outer.momentum):
             return [Step(outer.momentum, outer.lr, outer.lr * outer.momentum)] * len(parts)
         steps = [self.strategy.outer_step(view, part.index, votes) for part in parts]
         return [Step(momentum, 1.0, lookahead) for momentum, lookahead in steps]
@@ -383,7 +385,7 @@ class Averager(Flow):
         """Update ``Stats.details`` after a launch or a landing."""
         state, view, details = self.state, self.state.view, self.worker.details
         details.update(parts=view.count, launches=view.launches, landings=state.landings)
-        if not self.shared.blocking:
+        if not self.averages.blocking:
             details.update(
                 landing_seconds=state.flight_seconds / max(1, state.landings),
                 staleness_max=max(state.staleness, default=0),
@@ -407,7 +409,7 @@ class Averager(Flow):
 
     def consensus_weights(self, last: Round) -> tuple[float, float]:
         """Return this worker's weight in a consensus, and the sum of all workers' weights."""
-        if self.precision is not None or self.shared.error_feedback:
+        if self.precision is not None or self.averages.error_feedback:
             # x − P may contain earlier changes even on a worker without new steps.
             return 1.0, float(self.worker.size)
         return last.own.weight, last.wait().weight
@@ -441,8 +443,8 @@ class RoundAverager(Averager):
     If ``due`` returns False, the worker does not vote, and there is nothing to decide.
     """
 
-    def __init__(self, strategy: Strategy, worker: Worker, shared: GlobalModel) -> None:
-        super().__init__(strategy, worker, shared)
+    def __init__(self, strategy: Strategy, worker: Worker, averages: GlobalModel) -> None:
+        super().__init__(strategy, worker, averages)
         self._report_non_finite = False  # True if a launch has found values that the vote lacked
 
     @override
@@ -457,9 +459,9 @@ class RoundAverager(Averager):
     @override
     def step_ended(self) -> bool:
         """Land, decide and launch; see the class. Returns True if a part landed."""
-        state, landings, lands = self.state, self.state.landings, self.shared.lands
+        state, landings, lands = self.state, self.state.landings, self.averages.lands
         assert isinstance(lands, int)
-        if not self.shared.blocking:
+        if not self.averages.blocking:
             self.record_staleness()
             while self._flying and self.worker.step - self._flying[0].step >= lands:
                 self.land(self._flying[0])
@@ -514,7 +516,7 @@ class RoundAverager(Averager):
             while part.flight is not None:  # the older ones first, as on all workers
                 self.land(self._flying[0])
             self._launch(part, round)
-        while self.shared.blocking and self._flying:
+        while self.averages.blocking and self._flying:
             self.land(self._flying[0])
         return self.state.landings > landings
 

@@ -38,9 +38,9 @@ class ClockedAverager(Averager):
     staleness. A background thread adds up the updates and moves P and v.
     """
 
-    def __init__(self, strategy: Strategy, worker: Worker, shared: GlobalModel) -> None:
-        super().__init__(strategy, worker, shared)
-        self.pace = Pace(shared.patience)
+    def __init__(self, strategy: Strategy, worker: Worker, averages: GlobalModel) -> None:
+        super().__init__(strategy, worker, averages)
+        self.pace = Pace(averages.patience)
 
     @override
     def start(self) -> None:
@@ -74,7 +74,7 @@ class ClockedAverager(Averager):
         # In a node all processes decide alike: ``_wait_a_moment`` has made the credit equal.
         may_launch = pace.credit_seconds >= 0
         self._advance(arrived=arrived, may_launch=may_launch)
-        while worker.step - state.fresh_step >= self.shared.bound:
+        while worker.step - state.fresh_step >= self.averages.bound:
             self._complete(self._flying[0] if self._flying else self._begin(stepping=True))
             if self.unsynced:
                 self._advance(arrived=False, may_launch=may_launch)

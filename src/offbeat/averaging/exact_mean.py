@@ -53,27 +53,15 @@ class ExactMean:
 
     def average(self, weight: float, total: float, *, what: str) -> None:
         """Replace the model by the mean."""
-        self.average_tensors(self._replica.averaged(), weight, total, what=what, integers=True)
+        self._average(self._replica.averaged(), weight, total, what)
 
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
         """Replace the buffers as ``average`` does, but leave the parameters unchanged."""
-        self.average_tensors(self._replica.float_buffers(), weight, total, what=what, integers=True)
+        self._average(self._replica.float_buffers(), weight, total, what)
 
-    def average_tensors(
-        self,
-        tensors: Iterable[Tensor],
-        weight: float,
-        total: float,
-        *,
-        what: str,
-        integers: bool = False,
-    ) -> None:
-        """Replace any floating-point or complex tensors by their mean.
-
-        ``integers`` True also replaces the signed integer buffers by their maximum.
-        """
-        sums = [*self._start(tensors, weight, what)]
-        maxima = [*self._start_maximum(what)] if integers else []
+    def _average(self, tensors: Iterable[Tensor], weight: float, total: float, what: str) -> None:
+        """Replace ``tensors`` by their mean, and the signed integer buffers by their maximum."""
+        sums, maxima = [*self._start(tensors, weight, what)], [*self._start_maximum(what)]
         # The results are written after the last operation has succeeded.
         for _, _, future in (*sums, *maxima):
             future.wait()
@@ -95,7 +83,7 @@ class ExactMean:
                 self._write(*pending.pop(0), total)
         for each in pending:
             self._write(*each, total)
-        self.average_tensors([], weight, total, what=what, integers=True)
+        self._average([], weight, total, what)
 
     def _start(self, tensors: Iterable[Tensor], weight: float, what: str) -> Iterator[_Range]:
         """Start the sum of each range when the caller asks for it."""

@@ -244,7 +244,7 @@ class Flight:
         sent = torch.empty_like(shift)
         self.message.read(*place, shift, sent)
         # The compiled loop and ``_apply`` round ‖D‖² differently.
-        loops = kernels_for(shift, shared, velocity) if self.message.integers else None
+        loops = kernels_for(shift, shared, velocity) if self.message.quantized else None
         if loops is None:
             self._apply(shift, sent, shared, velocity, step, total)
         else:

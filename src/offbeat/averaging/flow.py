@@ -33,7 +33,7 @@ class Flow(ABC):
 
     Attributes:
         state: State of the flow that a checkpoint contains: a dataclass.
-        syncs: Number of rounds of this view that synchronized this worker.
+        syncs: Number of rounds of this generation that synchronized this worker.
         rounds: Makes, sends and numbers this worker's votes.
         can_save: True if ``state`` can be saved and loaded.
         waits: True if all workers wait for each mean, and their local models become equal to it.
@@ -55,15 +55,15 @@ class Flow(ABC):
         self._pending: Round | None = None  # started and not decided
         self.rounds = Rounds(worker)
 
-    # -- a view begins ---------------------------------------------------------------------------
+    # -- a generation begins ---------------------------------------------------------------------
 
     @abstractmethod
     def start(self) -> None:
-        """Initialize the state, for example when a view begins. All workers have the same model.
+        """Initialize the state when a generation begins. All workers have the same model.
 
-        The caller may load fields afterwards: all from a checkpoint, or after a view change those
-        that are marked ``common()`` from the most advanced worker, and those marked ``local()``
-        from this worker's flow in the previous view.
+        The caller may load fields afterwards: all from a checkpoint, or after a membership change
+        those marked ``common()`` from the most advanced worker, and those marked ``local()`` from
+        this worker's flow in the previous generation.
         """
 
     # -- events of the training loop -------------------------------------------------------------

@@ -130,6 +130,11 @@ class Replica:
         """Return all parameters and buffers, including frozen parameters."""
         return [*self._model.parameters(), *self._model.buffers()]
 
+    def saved(self) -> list[Tensor]:
+        """Return what ``state_dict`` saves now, also buffers that were registered later."""
+        buffers = [getattr(*place) for place in saved_buffers(self._model).values()]
+        return [*self._model.parameters(), *buffers]
+
     def float_buffers(self) -> list[Tensor]:
         """Return the floating-point and complex buffers that are averaged."""
         return [b for b, local in self._present_buffers() if _is_float(b) and not local]

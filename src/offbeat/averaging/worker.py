@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.norm import squared_norm
-from offbeat.averaging.optimizer_state import OptimizerState
 from offbeat.averaging.replica import Replica
 from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import WorkerView
@@ -62,7 +61,6 @@ class Worker:
 
     Attributes:
         exact_mean: Averages whole models or their buffers without quantization.
-        optimizer_state: Averages the optimizers' state, for strategies that request it.
         start_step: Number of local steps of the most advanced worker when the generation began.
         step: Number of local steps, including the current one once all of its gradients are ready.
         touched: Set before a consensus, which replaces the model by the mean over the workers. True
@@ -99,10 +97,6 @@ class Worker:
         """Use a new wire, at first and after each change of the group of workers."""
         self.wire = wire
         self.exact_mean = ExactMean(self.team, self.replica)
-        torch_optimizers = [attached.optimizer for attached in self.optimizers]
-        self.optimizer_state = OptimizerState(
-            self.team, self.exact_mean, self.replica.parameters, torch_optimizers
-        )
 
     def strategy_view(self) -> WorkerView:
         """Return a new ``WorkerView``, the data that the strategy reads. The flow updates it."""

@@ -225,7 +225,7 @@ class WorkerState:
         values = self.collect(whole=False)
         # With those that ``state_dict`` leaves out. ``torch.save`` stores the others once.
         values["buffers"] = [buffer.detach() for buffer in self._model.buffers()]
-        values["shared"] = [save() for save in self._shared]
+        values["shared"], values["refused"] = self._states_of_script()
         what = "state for a worker that lacks it"
         payload = torch.frombuffer(_written(values, what).getbuffer(), dtype=torch.uint8)
         messages = torch.tensor([payload.numel()], device="cpu"), payload
@@ -235,6 +235,22 @@ class WorkerState:
             for message in messages
         ]:
             future.wait()
+
+    def _states_of_script(self) -> tuple[list[Any], str]:
+        """Return the states of the script, or why the worker that joins cannot receive them.
+
+        An error in a function of the script must not end this worker: the next one to send the
+        state would end in the same way.
+        """
+        try:
+            states = [save() for save in self._shared]
+            _written(states, "the shared state")
+        except Exception as error:
+            return [], (
+                f"share_state(): save failed on a worker that trains ({error!r}), so this worker "
+                "cannot join: correct save"
+            )
+        return states, ""
 
     def receive(self, communicator: Communicator, source: int, *, fresh: bool) -> None:
         """Receive and load the state that rank ``source`` sends. Blocks.
@@ -253,6 +269,8 @@ class WorkerState:
             for buffer, value in zip(self._model.buffers(), values["buffers"], strict=True):
                 buffer.copy_(value)
         if fresh:
+            if values["refused"]:
+                raise CheckpointError(values["refused"])
             self.stats.steps = values["stats"]["steps"]
             self.stats.syncs = values["stats"]["syncs"]
             self._received = values["shared"]

@@ -18,35 +18,6 @@ from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, TERNARY, THRESHO
 PIECE_BLOCKS = 256  # blocks in a piece: 512 KiB of float32, and as much scratch memory
 
 
-class Codec(ABC):
-    """Quantizes float32 numbers into rows of bytes, and decodes them.
-
-    ``rows`` is always uint8 with the shape [blocks, ``block_bytes``].
-    """
-
-    block_bytes: ClassVar[int]
-    """Bytes of one encoded block, a multiple of 4."""
-
-    @abstractmethod
-    def encode(self, values: Tensor, rows: Tensor, *, keep_error: bool = True) -> None:
-        """rows ← Q(values);  values ← values − Q(values), the quantization error.
-
-        An error that would be NaN or infinite is set to 0.
-
-        Args:
-            values: float32, 1-D, a whole number of blocks. Overwritten.
-            rows: Output.
-            keep_error: False leaves undefined contents in ``values``, which is faster.
-        """
-
-    @abstractmethod
-    def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
-        """values ← decoded numbers, or values + decoded numbers with ``add``.
-
-        ``values`` is float32, 1-D, and may end inside a block.
-        """
-
-
 def pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield the rows and the numbers of each piece of encoded blocks.
 
@@ -60,30 +31,7 @@ def pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(start * BLOCK, stop * BLOCK)
 
 
-class BFloat16(Codec):
-    """Rounds to bfloat16, to nearest even. NaN and infinity are encoded as such."""
-
-    block_bytes = 2 * BLOCK
-
-    @override
-    def encode(self, values: Tensor, rows: Tensor, *, keep_error: bool = True) -> None:
-        for some_rows, numbers in pieces(rows):
-            part = values[numbers]
-            rounded = part.to(torch.bfloat16)
-            rows[some_rows].view(torch.bfloat16).copy_(rounded.view(-1, BLOCK))
-            if keep_error:  # not finite if the number is not, or overflows in bfloat16
-                part.sub_(rounded).nan_to_num_(0.0, 0.0, 0.0)
-
-    @override
-    def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
-        decoded = rows.view(torch.bfloat16).reshape(-1)[: values.numel()]
-        if add:
-            values.add_(decoded)
-        else:
-            values.copy_(decoded)
-
-
-class IntegerCodec(Codec):
+class Codec(ABC):
     """Quantizes each block to integers from −L to L and one float32 scale.
 
         L = 2^(bits − 1) − 1            127, 7 or 1
@@ -115,13 +63,20 @@ class IntegerCodec(Codec):
 
     Attributes:
         bits: Bits of an integer: 8, 4, or 2 for −1, 0 and 1.
-        block_bytes: Bytes of a row: a scale of 4 bytes and the packed integers.
+        block_bytes: Bytes of a row, a multiple of 4: a scale of 4 bytes and the packed integers.
     """
 
     bits: ClassVar[int]
+    block_bytes: ClassVar[int]
 
-    @override
     def encode(self, values: Tensor, rows: Tensor, *, keep_error: bool = True) -> None:
+        """rows ← Q(values);  values ← values − Q(values), the quantization error.
+
+        Args:
+            values: float32, 1-D, a whole number of blocks. Overwritten.
+            rows: Output: uint8, [blocks, ``block_bytes``].
+            keep_error: False leaves undefined contents in ``values``, which is faster.
+        """
         loops = kernels_for(values)
         if loops is not None:
             loops.encode(values.numpy(), rows.numpy(), self.bits, keep_error)
@@ -134,8 +89,11 @@ class IntegerCodec(Codec):
                 x.addcmul_(integers.to(torch.float32), scale, value=-1).nan_to_num_(0.0, 0.0, 0.0)
             self._pack(integers, packed)
 
-    @override
     def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:
+        """values ← decoded numbers, or values + decoded numbers with ``add``.
+
+        ``values`` is float32, 1-D, and may end inside a block.
+        """
         loops = kernels_for(values)
         if loops is not None:
             loops.decode(values.numpy(), rows.numpy(), self.bits, add)
@@ -177,7 +135,7 @@ def _mark_exceptions(scale: Tensor) -> None:
     scale.masked_fill_(scale < SMALLEST_SCALE, 0.0).add_(scale - scale)  # ∞ − ∞ = NaN
 
 
-class Int8(IntegerCodec):
+class Int8(Codec):
     """Integers from −127 to 127."""
 
     bits = 8
@@ -192,7 +150,7 @@ class Int8(IntegerCodec):
         return packed
 
 
-class Int4(IntegerCodec):
+class Int4(Codec):
     """Integers from −7 to 7."""
 
     bits = 4
@@ -208,7 +166,7 @@ class Int4(IntegerCodec):
         return torch.cat([packed << 4, packed], dim=-1) >> 4  # a shift right keeps the sign
 
 
-class Int2(IntegerCodec):
+class Int2(Codec):
     """The integers −1, 0 and 1."""
 
     bits = 2
@@ -253,4 +211,4 @@ def _block_means(x: Tensor) -> Tensor:
     return folded
 
 
-CODECS: dict[str, type[Codec]] = {"bfloat16": BFloat16, "int8": Int8, "int4": Int4, "int2": Int2}
+CODECS: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "int2": Int2}

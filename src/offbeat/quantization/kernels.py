@@ -48,7 +48,7 @@ The lowest bits of the sum are the integer in two's complement.
 
 
 def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
-    """Quantize blocks to integers; see ``codecs.IntegerCodec`` for the format.
+    """Quantize blocks to integers; see ``codecs.Codec`` for the format.
 
     Args:
         values: Numbers of whole blocks.

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.quantization.codecs import CODECS, IntegerCodec, pieces
+from offbeat.quantization.codecs import CODECS, pieces
 from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.wire import Wire
 from offbeat.transport.future import Future
@@ -115,10 +115,10 @@ class Message(ABC):
 
     Attributes:
         votes: The vote of each worker, by rank, once the message has arrived.
-        integers: True if the updates are quantized to integers.
+        quantized: True if the updates are quantized.
     """
 
-    integers = False
+    quantized = False
 
     def __init__(self, sections: Sequence[Section], what: str) -> None:
         self.sections, self.what = sections, what
@@ -226,12 +226,13 @@ class QuantizedMessage(Message):
         vote: Number of numbers in a vote.
     """
 
+    quantized = True
+
     def __init__(
         self, wire: Wire, sections: Sequence[Section], what: str, *, vote: int = 0
     ) -> None:
         super().__init__(sections, what)
         self._wire, self._codec = wire, CODECS[wire.precision]()
-        self.integers = isinstance(self._codec, IntegerCodec)
         self._single = all(each.stream.errors is None for each in sections)
         owners = self._owners = 1 if self._single else wire.team.size
         self._firsts, blocks = [], 0  # index of the first block of each section
@@ -269,8 +270,6 @@ class QuantizedMessage(Message):
     @override
     def finite(self) -> bool:
         """Return False if a scale is NaN. A GPU is read once."""
-        if not self.integers:
-            return True
         return not bool(self._sent[:, :4].contiguous().view(torch.float32).isnan().any())
 
     @override

@@ -22,8 +22,7 @@ class Wire:
 
     Args:
         team: The workers.
-        precision: "float32" sends tensors unchanged. "bfloat16", "int8", "int4" and "int2" quantize
-            them.
+        precision: "float32" sends tensors unchanged. "int8", "int4" and "int2" quantize them.
 
     Attributes:
         team: The workers.

@@ -59,9 +59,8 @@ class GlobalModel:
               that is earlier. Workers wait if the mean has not arrived then.
             - "arrived": at the first step boundary after the mean has arrived. A worker has one
               *message* in flight, which contains one or several parts. It launches the next
-              message at the end of the step in which the previous one has landed. At a step
-              boundary it works for at most 3 % of a step on launching and landing, but on one piece
-              (0.5 MB) at least. A large message therefore takes several step boundaries.
+              message at the end of the step in which the previous one has landed. A large message
+              takes several step boundaries.
         bound: Largest staleness in local steps, with "arrived". The staleness of a worker is the
             number of its local steps since the launch of the newest landed part. At the bound the
             worker waits until a newer part has landed. If no message is in flight, it launches one,
@@ -74,8 +73,6 @@ class GlobalModel:
             step.
         error_feedback: True: the flow measures ``squares`` of ``WorkerView``, and if ``outer`` has
             momentum, it calls ``outer_step`` for each launch. Requires ``outer.lr`` = 1.
-        optimizer_state: True if the optimizers' state is averaged whenever the last part of the
-            model lands. Requires ``lands=0``.
     """
 
     parts: int | Callable[[int], int] = 1
@@ -85,15 +82,12 @@ class GlobalModel:
     outer: Outer = Outer()
     gradient_norm: bool = False
     error_feedback: bool = False
-    optimizer_state: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.parts) and self.parts < 1:
             raise ValueError(f"parts must be at least 1, got {self.parts}")
         if self.lands != "arrived" and self.lands < 0:
             raise ValueError(f'lands must be at least 0, or "arrived"; got {self.lands!r}')
-        if self.optimizer_state and not self.blocking:
-            raise ValueError(f"optimizer_state requires lands=0, got lands={self.lands!r}")
         if self.error_feedback and self.outer.lr != 1:
             raise ValueError(
                 f"error_feedback requires an outer learning rate of 1, got lr={self.outer.lr}. Use "

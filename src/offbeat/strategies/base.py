@@ -6,17 +6,14 @@ everything else: communication, checkpoints, and changes of the group of workers
 
 Terms:
 
-- Each worker trains a *local model* x. If the workers average models, they also share a model P,
-  the *global model*, which has the same bits on all workers. P consists of one or several *parts*,
-  which are sent separately.
-- To *launch* a part, every worker sends its update of the part, and the workers start to average
-  the updates. The part is *in flight* until it *lands*. At the landing P moves along the mean
-  update, and x follows P (see ``GlobalModel``).
-- In a *round* all workers decide together what to average. Each worker sends a *vote*. All workers
-  receive their sum, the *summed votes*. With ``lands="arrived"`` the votes travel in the
-  *messages* that contain the updates, and no round precedes a launch.
-- A *view* is a period with the same group of workers. A new view begins when a worker joins or is
-  lost.
+- Each worker trains a *local model* x. If the workers average models, they share a *global model*
+  P, which has the same bits on all of them and consists of one or several *parts*.
+- To *launch* a part, every worker sends its update of the part. The part is *in flight* until it
+  *lands*: P moves along the mean update, and x follows P (see ``GlobalModel``).
+- In a *round* all workers decide together what to launch. Each worker sends a *vote*, and all
+  workers receive their sum, the *summed votes*. With ``lands="arrived"`` no round precedes a
+  launch: the votes travel in the *messages* that contain the updates.
+- A *generation* is a period with the same group of workers.
 - The *wire* is the precision at which sums over the workers are sent, such as "float32" or "int8".
 - A *node* is a group of workers, usually on one machine, that average their gradients in every step
   and count as one worker.
@@ -25,18 +22,8 @@ Terms:
   temporarily or at the end of training. It begins with a barrier.
 - A *step boundary* is the moment after all optimizers have stepped.
 
-The methods:
-
-    averages()             what is averaged, and when a mean takes effect
-    due(worker)            True if this worker requests a round now
-    state(worker)          the strategy's mutable state, a dataclass
-    vote(worker)           numbers of this worker, which are summed over all workers
-    decide(worker, sums)   how many parts to launch, equal on all workers
-    outer_step(...)        coefficients of the step that moves P along the mean update
-    after_step(worker)     measurements at the end of a local step
-
-Only ``averages`` is required. ``LocalSGD`` is a short example; docs/extending.md explains the order
-of the calls.
+Only the method ``averages`` is required. ``LocalSGD`` is a short example; docs/extending.md has the
+order of the calls.
 """
 
 import dataclasses
@@ -97,15 +84,15 @@ class SummedVotes:
 def common(**options: Any) -> Any:
     """Declare a field of ``state()`` whose value is equal on all workers.
 
-    The strategy must change it equally on all workers, for example in ``decide``. When a new view
-    begins, all workers copy it from the most advanced worker. ``options`` are arguments of
+    The strategy must change it equally on all workers, for example in ``decide``. When a generation
+    begins, all workers copy it from the most advanced worker. ``options``: arguments of
     ``dataclasses.field``.
     """
     return field(metadata={"common": True}, **options)
 
 
 def local(**options: Any) -> Any:
-    """Declare a field of ``state()`` whose value each worker keeps when a new view begins.
+    """Declare a field of ``state()`` whose value each worker keeps in a new generation.
 
     All other fields then start again with the value from ``state()``. The marks also work inside
     nested dataclasses. ``options`` are arguments of ``dataclasses.field``.
@@ -135,16 +122,17 @@ class WorkerView:
         rank: Rank of this worker.
         size: Number of workers (common).
         step: Number of local steps of this worker, including the current one.
-        start_step: Number of local steps of the most advanced worker when the view began (common).
+        start_step: Number of local steps of the most advanced worker when the generation began
+            (common).
         stepping: True if this worker takes a step in the current round. False if it waits for the
             other workers, for example in ``Synchronizer.finish`` or ``consensus``.
         state: The object that ``state()`` returned.
         lr_factor: Factor on the learning rates in this worker's next steps of SGD optimizers.
         count: Number of parts (common).
-        launches: Number of launches in this view (common; with ``lands="arrived"`` only in
+        launches: Number of launches in this generation (common; with ``lands="arrived"`` only in
             ``decide`` and ``outer_step``).
         since_launch: Number of local steps since this worker's newest launch, at first since the
-            view began.
+            generation began.
         gradient_norm_squared: ‖g‖² of the current step before clipping, over all optimizers.
             Requires ``GlobalModel.gradient_norm``.
         squares: Exponentially weighted sums of ‖u‖² over the landed updates u of this worker, and
@@ -175,7 +163,7 @@ class WorkerView:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Strategy(ABC):
-    """An algorithm that decides what the workers average, when, and how long they wait for it."""
+    """An algorithm that decides what the workers average, and when; see the module."""
 
     name: ClassVar[str] = ""
     """Name in the text form, such as "local" in ``local:period=8``. Empty for a custom strategy."""
@@ -215,8 +203,8 @@ class Strategy(ABC):
     def state(self, worker: WorkerView) -> object | None:
         """Return the strategy's mutable state: a dataclass of plain values, or None.
 
-        Called when training or a view begins. ``common``, ``local`` and ``transient`` determine
-        what happens to a field when the next view begins.
+        Called when a generation begins. ``common``, ``local`` and ``transient`` determine what
+        happens to a field when the next one begins.
         """
         return None
 
@@ -225,7 +213,7 @@ class Strategy(ABC):
 
         Called once in each round, or for each message with ``lands="arrived"``.
         ``worker.stepping`` is False on a worker that takes no step. With ``lands="arrived"`` it is
-        also called when a view begins, to count the numbers.
+        also called when a generation begins, to count the numbers.
         """
         return ()
 

@@ -1,7 +1,7 @@
 """DiLoCo: the workers take many local steps, then an outer optimizer applies the mean update."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -39,8 +39,6 @@ class DiLoCo(Strategy):
         outer_momentum: Outer momentum μ in [0, 1).
         fragments: Number of fragments F, from 1 to ``period``.
         overlap: Local steps k from launch to landing, from 0 to ``period`` − 1.
-        optimizer_state: "average" also averages the inner optimizers' state whenever the last
-            fragment lands, and requires ``overlap=0``. "local" leaves it different on each worker.
 
     *Communication*: every H steps one sum of the updates θ − x over the workers, fragment by
     fragment, and one mean of the buffers. The workers wait for a sum that has not arrived k steps
@@ -65,7 +63,6 @@ class DiLoCo(Strategy):
     outer_momentum: float = setting(0.9, least=0, below=1)
     fragments: int = setting(1, least=1)
     overlap: int = setting(0, least=0)
-    optimizer_state: Literal["local", "average"] = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,11 +76,6 @@ class DiLoCo(Strategy):
                 "overlap must be less than period, so that a fragment lands before it is launched "
                 f"again: got overlap={self.overlap} and period={self.period}"
             )
-        if self.overlap and self.optimizer_state == "average":
-            raise ValueError(
-                'optimizer_state="average" requires overlap=0, so that the workers wait for each '
-                f"mean; got overlap={self.overlap}"
-            )
 
     @override
     def averages(self) -> GlobalModel:
@@ -91,7 +83,6 @@ class DiLoCo(Strategy):
             parts=self.fragments,
             lands=self.overlap,
             outer=Outer(self.outer_lr, self.outer_momentum),
-            optimizer_state=self.optimizer_state == "average",
         )
 
     @override

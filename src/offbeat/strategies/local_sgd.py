@@ -1,7 +1,7 @@
 """Local SGD: average the models every ``period`` steps."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -24,8 +24,6 @@ class LocalSGD(Strategy):
         period: H, steps between two means (≥ 1).
         warmup_steps: Number of initial steps that are each followed by a mean (≥ 0). A step that
             only some of the workers take counts too.
-        optimizer_state: "average" also averages the optimizers' state at each mean. "local" leaves
-            it different on each worker.
 
     *Communication*: one mean of the model every ``period`` steps, for which the workers wait.
     *Memory*: one flat copy of the model. A quantized ``wire`` adds the last mean and the
@@ -35,11 +33,10 @@ class LocalSGD(Strategy):
     name: ClassVar[str] = "local"
     period: int = setting(least=1)
     warmup_steps: int = setting(0, least=0)
-    optimizer_state: Literal["local", "average"] = "local"
 
     @override
     def averages(self) -> GlobalModel:
-        return GlobalModel(optimizer_state=self.optimizer_state == "average")
+        return GlobalModel()
 
     @override
     def due(self, worker: WorkerView) -> bool:

@@ -3,7 +3,7 @@
 import logging
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -72,8 +72,6 @@ class SelSync(Strategy):
         max_interval: Largest number of steps from one synchronization to the next (≥ 1). With 1
             every step synchronizes. None: no limit.
         warmup_steps: Number of steps at the start that all synchronize (≥ 0).
-        optimizer_state: "average" also averages the optimizers' state at each mean. "local" leaves
-            it different on each worker.
 
     A non-finite norm counts as Δ = 0 and leaves m unchanged (see ``RelativeChange``).
     ``Stats.details["norms_not_finite"]`` counts such steps.
@@ -98,7 +96,6 @@ class SelSync(Strategy):
     window: int | None = setting(None, least=1)
     max_interval: int | None = setting(None, least=1)
     warmup_steps: int = setting(0, least=0)
-    optimizer_state: Literal["local", "average"] = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +117,7 @@ class SelSync(Strategy):
 
     @override
     def averages(self) -> GlobalModel:
-        return GlobalModel(gradient_norm=True, optimizer_state=self.optimizer_state == "average")
+        return GlobalModel(gradient_norm=True)
 
     @override
     def state(self, worker: WorkerView) -> SelSyncState:

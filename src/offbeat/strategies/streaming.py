@@ -72,18 +72,10 @@ class StreamingAveraging(Strategy):
     ``schedule="eager"``: the parts take turns. A *message* contains the updates of one or several
     parts, and each worker has at most one message in flight. The message lands at the end of the
     local step in which its sum arrives, and the worker launches the next one at once. The sum
-    starts when the last worker has launched. No decision precedes a launch: the workers' votes
-    travel in the message. They determine G, k and the number of parts of the next message: the
-    number for which a worker's knowledge of the others is youngest on average. The default ``wire``
-    is "int2".
-
-    If a message arrives shortly after the end of a step, it lands one step later, which delays the
-    next message of all workers. So a worker may wait for a message that is about to arrive: for at
-    most one step, and in total for the share ``patience`` of the training. After a wait that was
-    too short, it waits again when it has saved 0.7 steps.
-
-    A worker spends at most 5 % of its time on launching and landing. After a message that took
-    more, it launches the next one later.
+    starts when the last worker has launched. The workers' votes travel in the message. They
+    determine G, k and the number of parts of the next message. A worker spends at most 5 % of its
+    time on launching and landing. docs/streaming.md gives the reasons. The default ``wire`` is
+    "int2".
 
     ``schedule="cyclic"``: the parts take turns, and the workers launch each part once in at most
     β = τ/2 local steps. A part lands just before its next launch. The workers wait if its mean has
@@ -100,8 +92,8 @@ class StreamingAveraging(Strategy):
             This bound has priority over the limit of the time for launching and landing.
         schedule: Times of launches and landings: "eager" or "cyclic".
         patience: Largest share of the training time (0 to 0.5) for which a worker waits for
-            messages that are about to arrive. 0: it waits only at the bound of the staleness.
-            Requires the eager schedule.
+            messages that are about to arrive, at most one step each. 0: it waits only at the bound
+            of the staleness. Requires the eager schedule.
         outer_gain: G ≥ 1, or "auto": 1 if the local steps of Adam are corrected, which makes up
             for the same loss, and else the formula above. With 1 there is no v. Only with "auto"
             the steps of SGD are shorter.
@@ -116,9 +108,8 @@ class StreamingAveraging(Strategy):
 
     With ``parts=1``, ``outer_gain=1`` and ``wire="float32"`` this is ``AsyncAveraging`` with the
     same schedule and staleness. CSER (Xie et al., 2020) and the delta rule of hivemind also keep
-    the quantization error in the model, but have no overlapping parts. Streaming DiLoCo (Douillard
-    et al., 2025) has a period and an outer optimizer to tune. G is close to the rule of FedExP
-    (Jhunjhunwala, Wang & Joshi, 2023), mean‖u‖²/(2·‖D‖²).
+    the quantization error in the model. G is close to the rule of FedExP (Jhunjhunwala, Wang &
+    Joshi, 2023), mean‖u‖²/(2·‖D‖²).
     """
 
     name: ClassVar[str] = "streaming"

@@ -6,7 +6,6 @@ make its hooks work, or raise an error.
 """
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -87,16 +86,6 @@ def enable_step_hooks(optimizer: Optimizer) -> None:
     hooked: Any = Optimizer.profile_hook_step(unhooked_step)
     hooked.hooked = True
     vars(optimizer)["step"] = hooked.__get__(optimizer)
-
-
-def require_own_state(optimizers: Iterable[Optimizer]) -> None:
-    """Raise AttachError if an optimizer contains another one, which may have a separate state."""
-    for optimizer in optimizers:
-        if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-            raise AttachError(
-                f'optimizer_state="average": the state of this {type(optimizer).__name__} may be '
-                "that of the optimizer inside it; leave it out"
-            )
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

@@ -15,13 +15,17 @@ from offbeat.strategies.base import Strategy
 logger = logging.getLogger("offbeat")
 
 
-def checksum(worker: Worker) -> int:
-    """Return a CRC-32 of the averaged parameters. 0 if the model is divided or has one worker."""
+def checksum(worker: Worker, *, whole: bool = False) -> int:
+    """Return a CRC-32 of the averaged parameters. 0 if the model is divided or has one worker.
+
+    ``whole`` includes all other tensors that ``state_dict`` saves, such as frozen parameters.
+    """
     found = 0
     if worker.team.everyone.size == 1 or worker.team.sharded:
         return found
-    for _, parameter in worker.replica.parameters:
-        values = as_real(parameter.detach()).clone(memory_format=torch.contiguous_format)
+    replica = worker.replica
+    for tensor in replica.saved() if whole else [p for _, p in replica.parameters]:
+        values = as_real(tensor.detach()).clone(memory_format=torch.contiguous_format)
         content: Any = values.cpu().reshape(-1).view(torch.uint8).numpy()
         found = zlib.crc32(content, found)
     return found
@@ -60,13 +64,14 @@ def compare_modules(worker: Worker, sums: Vote, also: Replica, *, finishing: boo
 def compare_final(worker: Worker, strategy: Strategy) -> None:
     """Compare the models after the final mean. A collective."""
     everyone = worker.team.everyone
-    models = everyone.gather_numbers([checksum(worker)], what="the end of training").wait()
+    own = checksum(worker, whole=True)
+    models = everyone.gather_numbers([own], what="the end of training").wait()
     differing = [str(rank) for rank, model in enumerate(models) if model != models[0]]
     if differing and everyone.rank == 0:
         logger.warning(
-            "finish(): the final model of rank %s differs from that of rank 0. A likely reason is "
-            "that parameters were changed outside of optimizer.step(), which %s does not average: "
-            "change them in an optimizer's step",
+            "finish(): the final model of rank %s differs from that of rank 0. Likely reasons are "
+            "changes that %s does not average: of parameters outside of optimizer.step(), of "
+            "frozen parameters, or of buffers that the model did not have in attach()",
             ", ".join(differing),
             strategy,
         )

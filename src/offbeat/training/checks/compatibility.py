@@ -85,16 +85,10 @@ def require_abilities(
             "min_workers with node_group: a node cannot continue without one of its workers; leave "
             f"one of them out{_RUN}"
         )
-    if isinstance(averages, Gradients):
-        if elastic and optimizers > 1:
-            raise AttachError(
-                f"min_workers with {strategy} and several optimizers, whose gradients are averaged "
-                f"one after the other: use one optimizer, or leave it out{_RUN}"
-            )
-    elif sharded and averages.optimizer_state:
+    if isinstance(averages, Gradients) and elastic and optimizers > 1:
         raise AttachError(
-            f"{strategy} with a model that fully_shard has divided: the optimizers' state cannot "
-            'be averaged there; use optimizer_state="local"'
+            f"min_workers with {strategy} and several optimizers, whose gradients are averaged "
+            f"one after the other: use one optimizer, or leave it out{_RUN}"
         )
 
 
@@ -208,6 +202,8 @@ def _unusable(tensor: Tensor) -> str | None:
             f"numbers of 8 bits ({tensor.dtype}) cannot be averaged; keep it in bfloat16, and cast "
             "it in forward"
         )
+    if tensor.is_quantized or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return f"workers cannot send {tensor.dtype}; convert it to int64 or float32"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}; replace it by its to_dense()"
     if _shares_memory_with_itself(tensor):
