@@ -94,7 +94,7 @@ def check(results: list[dict[str, Any]], text: str, case: Case) -> None:
         torch.testing.assert_close(results[0]["end"], mean_drift(STEPS), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8", "int2", *nightly(["bfloat16", "int4"])])
+@pytest.mark.parametrize("wire", ["float32", "int8", "int2", *nightly(["int4"])])
 @pytest.mark.parametrize(
     "text",
     [
@@ -114,7 +114,7 @@ def test_every_update_counts_once(text: str, wire: str) -> None:
     found, *_ = run(drift, text, Case(), False, wire, workers=WORKERS)
     error = found["end"] - mean_drift(STEPS)
     # A step of the quantization of an update, in units of its largest value.
-    share = {"float32": 1e-6, "bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7, "int2": 1}[wire]
+    share = {"float32": 1e-6, "int8": 1 / 127, "int4": 1 / 7, "int2": 1}[wire]
     assert float(error.square().mean().sqrt()) <= 2.5 * share * LR
 
 
