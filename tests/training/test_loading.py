@@ -3,7 +3,12 @@
 import copy
 import io
 import pickle
+import sys
 import warnings
+from pathlib import Path
+from types import ModuleType
+from types import SimpleNamespace as Namespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from torch import nn
 import offbeat
 from loops import attach, sgd
 from problems import flat, make_batch, make_model, train_step
+from workers import run
 from worlds import simulated
 
 LOADS = r"model.load_state_dict\(\) on an attached model"
@@ -50,6 +56,32 @@ def load_after_attach(rank: int, size: int, text: str) -> None:
 def test_a_model_loaded_after_attach_is_refused(text: str) -> None:
     """At once. Nothing is loaded, and training can continue."""
     simulated(load_after_attach, text, workers=2)
+
+
+def best_at_the_end(rank: int, size: int, folder: Path) -> torch.Tensor:
+    """Call the callback in the order of the Trainer, which loads the best model at its end."""
+    transformers: Any = ModuleType("transformers")
+    transformers.TrainerCallback = object
+    sys.modules["transformers"] = transformers
+    from offbeat.integrations.transformers import OffbeatCallback
+
+    arguments = Namespace(eval_on_start=False, load_best_model_at_end=True, output_dir=folder)
+    state = Namespace(global_step=0, best_model_checkpoint="checkpoint-1")
+    stop = Namespace(should_evaluate=False, should_save=False, should_training_stop=True)
+    model, callback = make_model(seed=rank), OffbeatCallback(offbeat.LocalSGD(period=9))
+    optimizer = sgd(model)
+    callback.on_train_begin(arguments, state, None, model=model, optimizer=optimizer)
+    train_step(model, optimizer, make_batch(rank, 0))
+    callback.on_epoch_end(arguments, state, stop)
+    callback.on_save(arguments, state, stop)
+    model.load_state_dict(make_model(seed=9).state_dict())
+    callback.on_train_end(arguments, state, stop, model=model)
+    return flat(model)
+
+
+def test_the_trainer_can_load_the_best_model_at_the_end(tmp_path: Path) -> None:
+    for end in run(best_at_the_end, tmp_path, workers=2):
+        assert torch.equal(end, flat(make_model(seed=9)))
 
 
 def copies(rank: int, size: int) -> None:

@@ -124,6 +124,32 @@ def test_what_becomes_nan_after_the_vote_reaches_no_other_worker(text: str) -> N
         assert rank == BAD_RANK or model.isfinite().all()
 
 
+def ruined(rank: int, size: int) -> tuple[Tensor, str]:
+    model, optimizer, sync = start(rank, "local:period=4")
+
+    def loop() -> None:
+        for step in range(4):
+            if rank == BAD_RANK and step == 3:
+                with torch.no_grad():
+                    model[3].bias.fill_(math.nan)
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+            else:
+                train_step(model, optimizer, make_batch(rank, step))
+
+    _, error = error_of(loop)
+    sync.detach()
+    return flat(model), error
+
+
+def test_a_model_that_has_become_nan_between_two_rounds_is_found() -> None:
+    """The last gradient before a round may be finite again, so the model is checked, too."""
+    for rank, (model, error) in enumerate(simulated(ruined, workers=3)):
+        assert error.startswith("rank 1 would contribute NaN or infinity to the mean at step 4")
+        assert rank == BAD_RANK or model.isfinite().all()
+
+
 AVERAGING = [
     "bsp",
     "local:period=3",
