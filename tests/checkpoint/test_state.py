@@ -22,7 +22,7 @@ ROWS = [
     ("async:staleness=4,outer_momentum=0.5", "float32"),
     ("streaming:parts=3,schedule=cyclic,staleness=4", "int8"),
     ("bsp", "int8"),
-    ("diloco:period=3,fragments=2,overlap=1", "int4"),
+    ("diloco:period=3,fragments=2,overlap=1", "int2"),
 ]
 every_row = pytest.mark.parametrize(
     ("text", "wire"),
