@@ -301,9 +301,7 @@ class Agreement:
 
     def unreachable(self, members: Iterable[int]) -> list[int]:
         """Return those ``members`` that do not return a ping. Blocks for at most about 4 s."""
-        return self.heartbeats.unreachable(
-            self._addresses([w for w in members if w != self.worker])
-        )
+        return self.heartbeats.unreachable(self._addresses({*members} - {self.worker}))
 
     def _addresses(self, workers: Iterable[int]) -> dict[int, str]:
         return self.call(partial(self._read_addresses, workers))

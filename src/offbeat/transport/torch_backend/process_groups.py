@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from offbeat.transport.torch_backend.store_access import NoAnswerError, call_within
 from offbeat.transport.torch_backend.threads import call_in_thread
 
-T = TypeVar("T")
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
 _GIVEN_UP = "given up"  # key in the store: the first member that gave up opening the group, and why
 _POLL_SECONDS = 0.0005, 0.05  # pauses between reads of the store: the first, and the longest
@@ -232,7 +231,7 @@ class GroupFactory:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
-    def _ask(self, function: Callable[[], T]) -> T:
+    def _ask(self, function: Callable[[], Any]) -> Any:
         """Return the result of ``function``, which accesses the store, before the deadline."""
         seconds = max(_STORE_SECONDS, self._deadline - time.monotonic())
         try:
