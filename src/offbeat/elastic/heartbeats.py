@@ -123,12 +123,9 @@ class HeartbeatConnections:
         return frozenset(self._dead)
 
     def unreachable(self, addresses: Mapping[int, str]) -> list[int]:
-        """Return the workers that do not return a ping. Blocks for at most about 4 s.
+        """Return the workers that do not return a ping; see ``connect``. Blocks for at most 4 s.
 
         A worker returns it while it waits for others, and not while it computes or is suspended.
-
-        Args:
-            addresses: See ``connect``.
         """
         opened, _ = _open(addresses)
         answered, deadline = set[int](), time.monotonic() + _CONNECT_SECONDS

@@ -166,12 +166,10 @@ class GroupFactory:
         """Construct a group. Gives up if a member ends, for which gloo would wait."""
         if backend != "gloo":
             limit = timedelta(seconds=seconds)
-            return dist.new_group(
-                self._members, timeout=limit, backend=backend, use_local_synchronization=True
-            )
+            return dist.new_group(self._members, limit, backend, use_local_synchronization=True)
         # Gloo waits five times its limit for a member that connects to this one. Python must wait
         # for that at exit, so the limit is a fifth.
-        gloo_seconds = min(seconds, max(_GLOO_SECONDS, seconds / 5))
+        limit = timedelta(seconds=min(seconds, max(_GLOO_SECONDS, seconds / 5)))
         # This thread polls the store while gloo uses it, so each needs its own connection.
         store = self._ask(self.store.clone)
         self._deadline = time.monotonic() + seconds + _MARGIN_SECONDS
@@ -182,13 +180,12 @@ class GroupFactory:
                 raise OpeningError("gloo did not connect all members that had arrived")
 
         try:
-            limit = timedelta(seconds=gloo_seconds)
             return call_in_thread(
                 lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit),
                 name="opening of a group",
                 poll=poll,
                 interval_seconds=_POLL_SECONDS[1],
-                deadline=time.monotonic() + 5 * gloo_seconds + _MARGIN_SECONDS,
+                deadline=time.monotonic() + 5 * limit.total_seconds() + _MARGIN_SECONDS,
             )
         except RuntimeError as error:
             if not isinstance(error, OpeningError):
