@@ -18,8 +18,8 @@ steps:
 3. *Open.* The members of generation v + 1 open process groups with each other. A worker that the
    decision excludes raises an error.
 4. *Retry.* If step 3 fails, the members of generation v + 1 start again with generation v + 2. If
-   it timed out, each member first finds out which other members do not return its pings. It does
-   the same if the generation was opened and its workers have not reached the first step.
+   it timed out, also later but before the first step, each member first finds out which other
+   members do not return its pings.
 
 Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 
@@ -301,9 +301,7 @@ class Agreement:
 
     def unreachable(self, members: Iterable[int]) -> list[int]:
         """Return those ``members`` that do not return a ping. Blocks for at most about 4 s."""
-        return self.heartbeats.unreachable(
-            self._addresses([w for w in members if w != self.worker])
-        )
+        return self.heartbeats.unreachable(self._addresses({*members} - {self.worker}))
 
     def _addresses(self, workers: Iterable[int]) -> dict[int, str]:
         return self.call(partial(self._read_addresses, workers))

@@ -123,30 +123,23 @@ class HeartbeatConnections:
         return frozenset(self._dead)
 
     def unreachable(self, addresses: Mapping[int, str]) -> list[int]:
-        """Return the workers that do not return a ping. Blocks for at most about 4 s.
+        """Return the workers that do not return a ping; see ``connect``. Blocks for at most 4 s.
 
         A worker returns it while it waits for others, and not while it computes or is suspended.
-
-        Args:
-            addresses: See ``connect``.
         """
-        waiting, _ = _open(addresses)
-        missing = [worker for worker in addresses if worker not in waiting]
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        for connection in waiting.values():
+        opened, _ = _open(addresses)
+        answered, deadline = set[int](), time.monotonic() + _CONNECT_SECONDS
+        for connection in opened.values():
             connection.setblocking(False)
-            connection.sendall(_PING)
-        while waiting and time.monotonic() < deadline:
-            self.dead()  # the others send pings, too
-            readable = _readable(waiting.values())
-            for worker in [w for w, connection in waiting.items() if connection in readable]:
-                with waiting.pop(worker) as connection:
-                    if not _received(connection):
-                        missing.append(worker)
+            with contextlib.suppress(OSError):  # the other end has closed it
+                connection.send(_PING)
+        while len(answered) < len(opened) and time.monotonic() < deadline:
+            self.dead()  # returns the pings of the others
+            answered.update(w for w, connection in opened.items() if _received(connection))
             time.sleep(_POLL_SECONDS)
-        for connection in waiting.values():
+        for connection in opened.values():
             connection.close()
-        return sorted([*missing, *waiting])
+        return [worker for worker in addresses if worker not in answered]
 
     def _returns_ping(self, connection: socket.socket) -> bool:
         """Return a ping that has arrived. False if the other end has closed the connection."""
@@ -172,7 +165,7 @@ class HeartbeatConnections:
 
 
 def _received(connection: socket.socket) -> bytes:
-    """Return what a non-blocking connection has received; nothing if the other end is closed."""
+    """Return what a non-blocking connection has received; nothing if it is closed."""
     try:
         return connection.recv(len(_PING))
     except OSError:

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from offbeat.transport.torch_backend.store_access import NoAnswerError, call_within
 from offbeat.transport.torch_backend.threads import call_in_thread
 
-T = TypeVar("T")
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
 _GIVEN_UP = "given up"  # key in the store: the first member that gave up opening the group, and why
 _POLL_SECONDS = 0.0005, 0.05  # pauses between reads of the store: the first, and the longest
@@ -167,12 +166,10 @@ class GroupFactory:
         """Construct a group. Gives up if a member ends, for which gloo would wait."""
         if backend != "gloo":
             limit = timedelta(seconds=seconds)
-            return dist.new_group(
-                self._members, timeout=limit, backend=backend, use_local_synchronization=True
-            )
+            return dist.new_group(self._members, limit, backend, use_local_synchronization=True)
         # Gloo waits five times its limit for a member that connects to this one. Python must wait
         # for that at exit, so the limit is a fifth.
-        gloo_seconds = min(seconds, max(_GLOO_SECONDS, seconds / 5))
+        limit = timedelta(seconds=min(seconds, max(_GLOO_SECONDS, seconds / 5)))
         # This thread polls the store while gloo uses it, so each needs its own connection.
         store = self._ask(self.store.clone)
         self._deadline = time.monotonic() + seconds + _MARGIN_SECONDS
@@ -183,13 +180,12 @@ class GroupFactory:
                 raise OpeningError("gloo did not connect all members that had arrived")
 
         try:
-            limit = timedelta(seconds=gloo_seconds)
             return call_in_thread(
                 lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit),
                 name="opening of a group",
                 poll=poll,
                 interval_seconds=_POLL_SECONDS[1],
-                deadline=time.monotonic() + 5 * gloo_seconds + _MARGIN_SECONDS,
+                deadline=time.monotonic() + 5 * limit.total_seconds() + _MARGIN_SECONDS,
             )
         except RuntimeError as error:
             if not isinstance(error, OpeningError):
@@ -232,7 +228,7 @@ class GroupFactory:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
-    def _ask(self, function: Callable[[], T]) -> T:
+    def _ask(self, function: Callable[[], Any]) -> Any:
         """Return the result of ``function``, which accesses the store, before the deadline."""
         seconds = max(_STORE_SECONDS, self._deadline - time.monotonic())
         try:

@@ -27,8 +27,7 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
         function: Function to call. At the time limit its thread is abandoned.
 
     Raises:
-        NoAnswerError: The time limit has passed.
-        RuntimeError: ``function`` raised it.
+        RuntimeError: ``function`` raised it, or it is a NoAnswerError: the time limit has passed.
     """
     slices = iter(range(_SLICES - 1))
 
