@@ -17,7 +17,7 @@ from typing import Any
 from offbeat import Strategy
 from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.job import MOST_SEED, Job
-from offbeat_lab.methods.registry import is_ideal, parse_imported, parse_method
+from offbeat_lab.methods.registry import is_ideal, parse_imported
 from offbeat_lab.methods.tunable import TAU, Axis, tunable_of
 from offbeat_lab.results import Result, Trial
 
@@ -42,18 +42,27 @@ def untuned(text: str, known: Mapping[str, Any] | None = None) -> str:
 
     Example: ``local --wire int8`` becomes ``local:period=2 --wire int8``.
     """
-    strategy, *options = text.split() or [""]
-    name, _, given = strategy.partition(":")
-    known = tunable_of(STRATEGIES.get(name)).known[0] if known is None else known
+    known = _known(text)[0] if known is None else known
     added = {key: value for key, value in known.items() if key not in _fixed(text)}
     wire = [f"--wire {added.pop('wire')}"] if "wire" in added else []
-    settings = [f"{key}={value}" for key, value in added.items()]
-    complete = f"{name}:{','.join([*settings, *filter(None, [given])])}" if settings else strategy
+    strategy, *options = text.split() or [""]
+    name, _, given = strategy.partition(":")
+    settings = ",".join(
+        [*(f"{key}={value}" for key, value in added.items()), *filter(None, [given])]
+    )
+    complete = " ".join([f"{name}:{settings}" if added else strategy, *options, *wire])
+    if complete == text:
+        return text
     try:
-        parse_method(complete)
-    except ValueError:
+        Job("").under(complete).check_method()
+    except (ValueError, TypeError):
         return text  # has a mistake, which the caller finds, or settings that exclude these values
-    return " ".join([complete, *options, *wire])
+    return complete
+
+
+def _known(text: str) -> Sequence[Mapping[str, Any]]:
+    """Return the best-known settings of the method that ``text`` names."""
+    return tunable_of(STRATEGIES.get(re.split(r"[:\s]", text.strip())[0])).known
 
 
 def _starts(text: str, job: Job, rate: float, trials: Sequence[Result]) -> Iterator[Job]:
@@ -66,7 +75,7 @@ def _starts(text: str, job: Job, rate: float, trials: Sequence[Result]) -> Itera
         trials: Trials of the comparison so far. The caller adds each trial as it ends.
     """
     yield job.under(untuned(text))
-    for known in tunable_of(STRATEGIES.get(text.strip().partition(":")[0].split()[0])).known:
+    for known in _known(text):
         if TAU in known.values():
             stats = trials[-1].stats[0]
             mean = stats.details.get("landing_seconds", 0.0) * stats.steps
@@ -136,14 +145,9 @@ def score_of(trial: Result, trials: Sequence[Result]) -> Score:
     """
     if trial.diverged:
         return 2, trial.job.lr_scale, 0.0  # so that the search continues towards smaller rates
-    seconds = None if trial.is_ideal else seconds_to_level(trial, trials)
+    seconds = None if trial.is_ideal else trial.seconds_to(_level(trials))
     end = -_sign(trial) * trial.final
     return (1, 0.0, end) if seconds is None else (0, seconds, end)
-
-
-def seconds_to_level(trial: Result, trials: Sequence[Result]) -> float | None:
-    """Return the training seconds until a trial reached the target of ``score_of``, or None."""
-    return trial.seconds_to(_level(trials))
 
 
 def _level(trials: Sequence[Result]) -> float:
@@ -283,13 +287,15 @@ def choices(results: Sequence[Result]) -> list[Choice]:
     for method, tried in by_method.items():
         candidates = [trial for trial in tried if trial.label in compared] or tried
         best = min(candidates, key=lambda trial: score_of(trial, trials))
-        seconds, jobs = seconds_to_level(best, trials), {trial.job for trial in tried}
-        untried = tuple(
+        seconds, labels = best.seconds_to(_level(trials)), {trial.label for trial in tried}
+        untried = (
             axis.name
-            for axis in _axes(method, best.job.strategy)
-            if {_neighbour(best.job, axis, up=up) for up in (True, False)} - {*jobs, None}
+            for axis in _axes(method, best.strategy)
+            for up in (True, False)
+            if (job := _neighbour(best.job, axis, up=up)) and job.label not in labels
         )
-        found.append(Choice(method, best.job, len(tried), seconds, best.final, untried))
+        settings = tuple(dict.fromkeys(untried))
+        found.append(Choice(method, best.job, len(tried), seconds, best.final, settings))
     return found
 
 

@@ -1,7 +1,7 @@
 """The settings that tuning changes, declared by each method.
 
-The baselines declare theirs in their class, as ``tunable``. So may a custom strategy. The table
-here has the strategies of Offbeat, which do not know the laboratory.
+The baselines declare theirs in their class, as ``tunable``. A custom strategy may declare axes
+in the same way. The table here has the strategies of Offbeat, which do not know the laboratory.
 """
 
 import math
