@@ -52,7 +52,7 @@ ROWS = {
     "a disk is full: `offbeat.save`": "test_a_checkpoint_that_does_not_fit_is_refused_by_all",
     "the same: the `log` of `attach`": "test_a_log_that_does_not_fit_ends_and_training_continues",
     "the same: `offbeat compare --output`": "test_results_that_do_not_fit_are_one_line",
-    "a worker of `offbeat compare` is killed": "test_a_killed_worker_is_named",
+    "a worker of `offbeat compare` is killed": "test_another_death_fails",
     "Ctrl-C, or SIGTERM to `offbeat compare`": "test_a_signal_ends_every_worker",
     "the same while links are being shaped": (
         "test_a_signal_while_links_are_shaped_leaves_no_namespace"

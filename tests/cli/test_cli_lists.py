@@ -79,7 +79,8 @@ def test_strategies_are_listed(call: Call, monkeypatch: pytest.MonkeyPatch, widt
         assert "name:setting=value" in out
         found |= settings_in(out)
     assert list(found) == [*STRATEGIES, *PUBLISHED]
-    chosen = {("selsync", "target_lssr"): 0.9}  # where nothing is given
+    # Where neither delta nor target_lssr is given.
+    chosen = {(name, "target_lssr"): 0.9 for name in ("selsync", "selsync_gradients")}
     for name, kind in (STRATEGIES | PUBLISHED).items():
         fields = dataclasses.fields(kind)
         assert len(found[name]) == len(fields)

@@ -34,7 +34,7 @@ STEPS = ["--max-steps", "3", "--evaluations", "1"]
 SHORT = {"compare": [*STEPS, "--seeds", "1"]}
 OTHER_OPTIONS = {"--cpu-bind", "--gpus-per-node", "--ntasks-per-node", "--extra-index-url"}
 # Nothing can be said here about the arguments of these.
-OTHERS = {"apt-get", "ip", "mypy", "codespell", "export", "cd", "git", "source"}
+OTHERS = {"apt-get", "ip", "mypy", "codespell", "export", "cd", "git", "source", "nft"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 

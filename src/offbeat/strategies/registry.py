@@ -30,6 +30,7 @@ LABORATORY = {
     "easgd": "EASGD",
     "sparseloco": "SparseLoCo",
     "powersgd": "PowerSGD",
+    "selsync_gradients": "GradientSelSync",
 }
 """Classes in ``offbeat_lab`` by name, only for an error message."""
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from offbeat import SelSync
+from offbeat import AttachError, SelSync
 from offbeat.extend import (
     AttachedOptimizer,
     CustomFlow,
@@ -34,6 +34,8 @@ class GradientSelSyncFlow(Flow):
 
     @override
     def start(self) -> None:
+        if len(self.worker.optimizers) > 1:
+            raise AttachError("GradientSelSync takes one optimizer: give it all parameters")
         view, (optimizer,) = self.worker.strategy_view(), self.worker.optimizers
         view.state = self.strategy.state(view)
         self.state = GradientSelSyncState(view)
