@@ -77,7 +77,7 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2177, 1078),
+    "src/offbeat": (2173, 1075),
     "src/offbeat/averaging": (3171, 1715),
     "src/offbeat/checkpoint": (908, 478),
     "src/offbeat/cli": (554, 308),
@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2619, 1291),
     "src/offbeat_lab": (10524, 5646),
     "benchmarks": (6353, 3958),
-    "tests": (34553,),
+    "tests": (34552,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

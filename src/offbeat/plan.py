@@ -44,8 +44,8 @@ from offbeat.units import (
 # -- the rule --------------------------------------------------------------------------------------
 # README.md and docs/choosing.md show the same rule as a table, and docs/evidence.md its reasons.
 
-LEAST_WAITING, MOST_WAITING = 0.05, 0.9
-"""Shares of the time that DDP waits, between which the default strategy is recommended."""
+LEAST_WAITING = 0.05
+"""Share of the time that DDP waits, from which the default strategy is recommended."""
 MEASURED_SEND_STEPS = 9.0
 """Largest S at which the default strategy was measured to reach 90 % of the ideal's improvement in
 at most 1.15 times the ideal's time, with a CNN and with a transformer."""
@@ -59,8 +59,8 @@ DEFAULT_ROWS = (
 LONG_LATENCY_ROW = "streaming --wire int4"
 
 
-def _recommend(bsp: "Forecast", alone: bool, long_latency: bool) -> tuple[str | None, str]:
-    """Return the text form of the strategy to try first, or None to compare; and the reason."""
+def _recommend(bsp: "Forecast", alone: bool, long_latency: bool) -> tuple[str, str]:
+    """Return the text form of the strategy to try first, and the reason."""
     waits = f"DDP would wait {percent(bsp.idle)} of the time"
     if alone:
         return BSP.name, "a single worker waits for no other"
@@ -68,9 +68,7 @@ def _recommend(bsp: "Forecast", alone: bool, long_latency: bool) -> tuple[str | 
         return BSP.name, f"{waits}, so stay with DDP"
     if long_latency:
         return LONG_LATENCY_ROW, f"{waits}, and a message takes longer than a step"
-    if bsp.idle <= MOST_WAITING:
-        return StreamingAveraging.name, waits
-    return None, f"{waits}, and no strategy was measured to be nearly as good as DDP on such a link"
+    return StreamingAveraging.name, waits
 
 
 # -- the result ------------------------------------------------------------------------------------
@@ -111,8 +109,7 @@ class Plan:
         model_bytes: Size of the model in float32, bytes.
         send_steps: S, the number of steps t in which a link sends the model once in float32.
         rows: Forecasts, one per strategy.
-        recommendation: Text form of the strategy to try first; None if only a comparison on the
-            model itself can tell.
+        recommendation: Text form of the strategy to try first.
         reason: Text that explains the recommendation.
         warning: Text that says in what the setting is beyond the measured ones; empty if in
             nothing.
@@ -122,7 +119,7 @@ class Plan:
     model_bytes: float
     send_steps: float
     rows: tuple[Forecast, ...]
-    recommendation: str | None
+    recommendation: str
     reason: str
     warning: str
 
@@ -165,11 +162,10 @@ class Plan:
 
     def advice(self) -> list[str]:
         """Return S, the recommendation with its reason, and a warning if needed, as lines."""
-        act = f"Try {self.recommendation}" if self.recommendation else "Compare on your model"
         lines = [
             f"S = {_number(self.send_steps)}: a link needs {_steps(self.send_steps)} to send the "
             "model once in float32.",
-            f"{act} first: {self.reason}.",
+            f"Try {self.recommendation} first: {self.reason}.",
         ]
         if self.recommendation != BSP.name:
             lines.append(
