@@ -232,8 +232,8 @@ class Gathering(Transport):
     def _propose(self, agreement: Agreement, waited: float) -> Any:
         """Propose generation 0 and return the decision, if enough workers live.
 
-        Only the living worker with the lowest identity proposes. Returns None if it cannot propose. Raises CommunicationTimeout if it has waited for longer
-        than ``timeout_seconds``.
+        Only the living worker with the lowest identity proposes. Returns None if this
+        worker cannot propose. Raises CommunicationTimeout after ``timeout_seconds``.
         """
         decision, heartbeats = agreement.admit(Decision([], 0)), agreement.heartbeats
         impatient = waited >= self._patience_seconds
