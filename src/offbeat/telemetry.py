@@ -260,7 +260,7 @@ class Records:
     and training continues. Other exceptions of a sink propagate.
 
     Attributes:
-        sinks: The sinks that are written.
+        sinks: The sinks that receive each record.
     """
 
     KEYS = (
@@ -289,7 +289,7 @@ class Records:
             self._extra.update(values)
 
     def write(self, *values: Any, more: Record) -> None:
-        """Write the record of a step: ``values`` of ``KEYS``, values of ``add``, and ``more``."""
+        """Write a record: ``values`` in the order of ``KEYS``, those of ``add``, and ``more``."""
         record = {**dict(zip(self.KEYS, values, strict=True)), **self._extra, **more}
         self._extra = {}
         for sink in [*self.sinks]:

@@ -11,9 +11,9 @@ sum of the updates has arrived, the part *lands*:
               P ← P + Δ
               x ← x + Δ − u             the local steps since the launch stay in x
 
-A strategy chooses when parts are launched, how late they land, and μ, c and a. If all workers wait
-for each mean, which is sent exactly and without an outer step, P is not stored: u is x, and x
-becomes the mean.
+A strategy chooses when parts are launched, how late they land, and the factors μ, c and a. P is not
+stored if all workers wait for each mean, the mean is exact and there is no outer step. Then u is x,
+and x becomes the mean.
 
 ``RoundAverager`` launches parts in *rounds*: the workers vote, and the strategy decides.
 ``ClockedAverager`` (``clocked.py``) needs no votes before a launch: the landing of one message
@@ -53,7 +53,7 @@ from offbeat.quantization.message import (
 from offbeat.strategies.base import GlobalModel, Strategy, SummedVotes, WorkerView
 
 _SMOOTHED_PASSES = 5
-"""‖u‖² and ‖D‖² are summed over the landings. A summand decays to 1/e in so many passes."""
+"""Decay time of the running sums of ‖u‖² and ‖D‖², in passes over all parts."""
 
 
 @dataclass
@@ -66,15 +66,15 @@ class AveragerState:
         errors: Quantization errors of the sums, like ``shared``; see ``Stream``.
         view: The data about this worker that the strategy may read.
         landings: Number of landings in this generation.
-        launch_step: Local step of the newest launch, at first that at which the generation began.
-        fresh_step: Local step of the launch of the newest landed part, at first like
-            ``launch_step``.
+        launch_step: Local step of the newest launch, initially the first step of the generation.
+        fresh_step: Local step at which the newest landed part was launched, initially the first
+            step of the generation.
         synced_steps: ``Part.synced_step`` of each part.
         next_part: Index of the part that is launched next.
         checked_step: Local step of the last check for non-finite values.
         staleness: Histogram: for each staleness, the number of local steps that ended with it.
         flight_seconds: Seconds from launch to arrival, summed over all landings.
-        sizer: Chooses the parts in a message. Only used with self-clocked launches.
+        sizer: Chooses the number of parts in a message. Only used with self-clocked launches.
     """
 
     shared: list[Tensor]
@@ -137,7 +137,7 @@ class Averager(Flow):
         """Allocate P and v, and cut the model into parts.
 
         If a node has several copies of the model, each process averages a share of each part. It
-        stores P and v of its own share, and knows the slices of all.
+        stores P and v of this share only, and computes the slices of all shares.
         """
         worker, averages = self.worker, self.averages
         team, wire, several = worker.team, worker.wire, worker.size > 1
@@ -163,7 +163,7 @@ class Averager(Flow):
         self.precision: str | None = None if wire.exact or exact else wire.precision
         self.make_errors()
         slices_of = [self._cut(each) for each in spaces]
-        # The processes of a node start the sum of each part together.
+        # The processes of a node sum a part together, so all need the same number of parts.
         number = int(team.agree(max(map(len, slices_of)))[0])
         for each in slices_of:
             each += [[] for _ in range(number - len(each))]
@@ -178,7 +178,7 @@ class Averager(Flow):
         size = sum(space.x.elements * space.x.tensors[0].itemsize for space in spaces)
         (largest,) = worker.team.agree(size)
         number = parts(round(largest)) if callable(parts) else parts
-        # In a second stage each worker adds up the same number of blocks of each part.
+        # If the mean has two stages, each worker sums an equal number of blocks of each part.
         owners = 1 if worker.size <= SINGLE_STAGE_WORKERS else worker.size
         return cut(spaces, number, 1 if self.precision is None else BLOCK * owners)
 
@@ -236,7 +236,7 @@ class Averager(Flow):
         total: Callable[[], float],
         steps: list[Step] | Callable[[], list[Step]],
     ) -> Flight:
-        """Begin a launch. ``pack`` and ``send`` complete it."""
+        """Begin a launch. The caller then runs ``Flight.work`` (it packs u), and calls ``send``."""
         view, worker = self.state.view, self.worker
         view.launches += len(parts)
         self.state.launch_step = worker.step
@@ -266,8 +266,8 @@ class Averager(Flow):
     def check_launch(self, flight: Flight) -> bool:
         """Return False if a launch contains NaN or infinity, on any shard of the model.
 
-        Unless the policy is "warn", the worker then sends zeros, because its vote may have
-        announced its weight.
+        Under the policy "raise" the worker then sends zeros. It must send, because its vote may
+        have announced a weight above 0.
         """
         worker = self.worker
         if not self._stores or worker.size == 1:
@@ -342,7 +342,7 @@ class Averager(Flow):
         self.report()
 
     def _share(self, parts: Sequence[Part]) -> None:
-        """Let the other processes of a node have what this one has averaged. Blocks in a node."""
+        """Exchange the averaged shares of ``parts`` within the node, if it has copies. Blocks."""
         if self._copies is not None:
             self._copies.share([part.index for part in parts])
 
@@ -445,7 +445,7 @@ class RoundAverager(Averager):
 
     def __init__(self, strategy: Strategy, worker: Worker, averages: GlobalModel) -> None:
         super().__init__(strategy, worker, averages)
-        self._report_non_finite = False  # True if a launch has found values that the vote lacked
+        self._report_non_finite = False  # a launch had NaN or infinity; the next vote reports it
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
@@ -491,8 +491,8 @@ class RoundAverager(Averager):
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
         """Return False if this worker's contribution is known to be non-finite.
 
-        If the worker takes no step, this checks the model, else the gradients (unless a GradScaler
-        does) and the buffers. If the previous step was not checked, it also checks the parameters.
+        Without a step, checks the model. With a step, checks the buffers and the gradients (a
+        GradScaler may check these instead), and the parameters if the last step was unchecked.
         """
         state, worker = self.state, self.worker
         unchecked, state.checked_step = worker.step - state.checked_step > 1, worker.step
@@ -513,7 +513,7 @@ class RoundAverager(Averager):
             return False
         landings = self.state.landings
         for part in self.next_parts(number):
-            while part.flight is not None:  # the older ones first, as on all workers
+            while part.flight is not None:  # all workers land in launch order
                 self.land(self._flying[0])
             self._launch(part, round)
         while self.averages.blocking and self._flying:

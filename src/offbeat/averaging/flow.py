@@ -61,9 +61,9 @@ class Flow(ABC):
     def start(self) -> None:
         """Initialize the state when a generation begins. All workers have the same model.
 
-        The caller may load fields afterwards: all from a checkpoint, or after a membership change
-        those marked ``common()`` from the most advanced worker, and those marked ``local()`` from
-        this worker's flow in the previous generation.
+        The caller may load fields afterwards. A checkpoint supplies all fields. After a membership
+        change, the most advanced worker supplies the fields marked ``common()``, and this worker's
+        flow in the previous generation supplies those marked ``local()``.
         """
 
     # -- events of the training loop -------------------------------------------------------------
@@ -85,7 +85,7 @@ class Flow(ABC):
     def bucket_ready(self, bucket: int) -> None:  # noqa: B027
         """Handle a bucket of gradients that is complete while backward still runs.
 
-        The buckets are reported in order, without the last one.
+        Called for the buckets in order, but not for the last bucket.
 
         Args:
             bucket: Index of the bucket in ``backward_buckets``.
@@ -94,7 +94,7 @@ class Flow(ABC):
     def measure(self, optimizer: AttachedOptimizer) -> None:  # noqa: B027
         """Measure the gradients of one optimizer at the end of backward, before they are clipped.
 
-        If a step has several backward passes, the last call has the gradients of the step.
+        Called after each backward pass. In the last call of a step the gradients are complete.
         """
 
     @abstractmethod
@@ -165,7 +165,7 @@ class Flow(ABC):
         """
 
     def snapshot(self) -> list[Tensor]:
-        """Return copies in host memory of what this worker contributes to an evaluation.
+        """Return copies, in host memory, of the tensors that an evaluation needs from this worker.
 
         Sends nothing and does not change the training. The tensors are those of
         ``Replica.snapshot``. The mean of the parameters over the workers is the evaluated model.
@@ -197,7 +197,7 @@ class Flow(ABC):
         try:
             synced = self.decide(round)
         except CommunicationError:
-            round.wait()  # raises if the votes do not match: the other worker has left for that
+            round.wait()  # raises the cause if another worker left because the votes differ
             raise
         self.syncs += synced
         return synced

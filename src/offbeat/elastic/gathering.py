@@ -5,8 +5,8 @@ first start, a restart and a late start are the same:
 
     OFFBEAT_STORE      address of a store: ``host:port`` of a TCPStore, or ``file:///path`` of a
                        FileStore on a disk that all workers share
-    OFFBEAT_WORKERS    number of workers with which training begins: ``4``, or ``2:4`` for 4, or for
-                       2 to 3 if no more have come after 30 s
+    OFFBEAT_WORKERS    number of workers with which training begins: ``4``, or a range. With ``2:4``
+                       training begins with 4 workers, or after 30 s with 2 or 3
 
 The store must outlive the workers, so a launcher keeps it in a process of its own. One store serves
 one training. The keys in the store, besides those of ``elastic/agreement.py``:
@@ -63,8 +63,8 @@ _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss 
 def gathering_from_environment() -> "Gathering | None":
     """Return the transport by which the workers of a launcher gather.
 
-    Returns None if ``OFFBEAT_STORE`` is not set, or in a simulation, whose default process group
-    connects the workers.
+    Returns None if ``OFFBEAT_STORE`` is not set. Also returns None in a simulation, because the
+    default process group connects its workers.
 
     Raises:
         AttachError: A variable has a wrong form, or ``OFFBEAT_WORKERS`` is missing.
@@ -185,8 +185,8 @@ class Gathering(Transport):
             return store.get("ended"), replaced, store.get(f"generation/{number + 1}/decided")
 
         for _ in polls():
-            # First who has ended. So if all members of the generation ``before`` have ended and
-            # there is no decision on the next one, there never will be.
+            # Read ``dead`` before the decision. If all members of the generation ``before`` have
+            # ended and there is no decision on the next one, no decision can follow.
             gone |= heartbeats.dead()
             ended, replaced, decided = agreement.call(read)
             if ended is not None:
@@ -230,10 +230,10 @@ class Gathering(Transport):
         raise AssertionError
 
     def _propose(self, agreement: Agreement, waited: float) -> Any:
-        """Propose generation 0 if enough workers live and this is the lowest. Return the decision.
+        """Propose generation 0 and return the decision, if enough workers live.
 
-        Returns None if it cannot propose. Raises CommunicationTimeout if it has waited for longer
-        than ``timeout_seconds``.
+        Only the living worker with the lowest identity proposes. Returns None if this
+        worker cannot propose. Raises CommunicationTimeout after ``timeout_seconds``.
         """
         decision, heartbeats = agreement.admit(Decision([], 0)), agreement.heartbeats
         impatient = waited >= self._patience_seconds

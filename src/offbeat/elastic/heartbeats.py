@@ -2,8 +2,8 @@
 
 When a process ends, the kernel of its machine closes its sockets, and the workers at the other ends
 notice that. The kernels also exchange TCP keep-alive probes, which show that a machine or the
-network is down. A *ping* is a byte on a connection of its own, which the other process returns. It
-shows that data arrive in both directions.
+network is down. A *ping* is a byte on a separate connection, which the other process sends back.
+It shows that data arrive in both directions.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from offbeat.errors import AttachError
 from offbeat.transport.torch_backend.network_interface import gloo_address
 
-_CONNECT_SECONDS = 2.0  # time limit of a connection
+_CONNECT_SECONDS = 2.0  # time limit for opening a connection
 _PING = b"?"
-_POLL_SECONDS = 0.01  # time between two looks for a ping that was returned
+_POLL_SECONDS = 0.01  # interval between checks for returned pings
 _PROBES = 3  # unanswered keep-alive probes after which a connection has failed
 _BACKLOG = 4096  # number of connections that may wait to be accepted; the default maximum of Linux
 
@@ -33,14 +33,14 @@ class HeartbeatConnections:
 
     Each process listens on a port. The kernel completes connections to this port even while the
     process computes or is suspended, and closes them when the process ends, whether the process has
-    accepted them or not. So neither threads nor messages are needed. ``dead`` accepts connections,
-    because the kernel completes no more of them while ``_BACKLOG`` wait, and returns pings. A
+    accepted them or not. So neither threads nor messages are needed. ``dead`` returns pings.
+    It also accepts connections, because at most ``_BACKLOG`` of them can wait. A
     machine that loses power or its network closes no connections, so its workers are not dead but
     ``silent``.
 
     Args:
-        timeout_seconds: Time after which a worker without power or network is silent (about 7/8 of
-            it, and at least 4 s).
+        timeout_seconds: A worker without power or network is ``silent`` after about 7/8 of this
+            time, and after at least 4 s.
 
     Attributes:
         silent: Workers whose kernel has not answered. They are not monitored any more, but may live
@@ -101,8 +101,8 @@ class HeartbeatConnections:
     def dead(self) -> frozenset[int]:
         """Return the monitored workers that have ended or have called ``close``.
 
-        Blocks only if a connection was closed or reset, while it opens another one. A router may
-        have reset it. If the worker has ended, its port refuses.
+        If a connection was closed or reset, opens another one, and blocks meanwhile: a router may
+        have reset it. A worker that has ended refuses the new connection.
         """
         self._accept()
         with self._checking:
@@ -125,7 +125,7 @@ class HeartbeatConnections:
     def unreachable(self, addresses: Mapping[int, str]) -> list[int]:
         """Return the workers that do not return a ping; see ``connect``. Blocks for at most 4 s.
 
-        A worker returns it while it waits for others, and not while it computes or is suspended.
+        A worker returns pings while it waits for others, but not while it computes or is suspended.
         """
         opened, _ = _open(addresses)
         answered, deadline = set[int](), time.monotonic() + _CONNECT_SECONDS
@@ -201,7 +201,7 @@ def _probe(connection: socket.socket, seconds: float) -> None:
 
 _instances: "weakref.WeakSet[HeartbeatConnections]" = weakref.WeakSet()
 _accepting = threading.RLock()
-"""Held while a socket is created or accepted, and during a fork, so that a child closes it."""
+"""Held to create or accept a socket, and during a fork, so that a child closes every socket."""
 
 
 def _close_all() -> None:

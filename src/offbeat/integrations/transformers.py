@@ -59,7 +59,7 @@ class OffbeatCallback(TrainerCallback):
         self.sync: Synchronizer | None = None
         self._scaler: Any = None
         self._consensus = contextlib.ExitStack()
-        # The Trainer tells callbacks the model, not the wrapper that it puts around the model.
+        # The Trainer passes the model to callbacks, without the wrapper that it puts around it.
         self._wrappers = wrappers = _WrapperOf()
 
         def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -139,7 +139,7 @@ class OffbeatCallback(TrainerCallback):
         if self.sync is None:
             return
         model: nn.Module = kwargs["model"]
-        best = None  # copy of the best model, if the Trainer has loaded it: finish() replaces it
+        best = None  # the best model, if the Trainer loaded it; finish() overwrites the parameters
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = copy.deepcopy(model.state_dict())
         self._consensus.close()

@@ -1,7 +1,7 @@
 """The store of a training: where the workers of all machines find each other.
 
-It is a ``TCPStore`` of torch. ``offbeat store`` keeps it, or ``offbeat run`` in a process of its
-own. Torch is imported there only, so that the launcher starts without it.
+It is a ``TCPStore`` of torch. It runs in the process of ``offbeat store``, or in a child process of
+``offbeat run``. Only this process imports torch, so the launcher starts without it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ def listen(host: str | None, port: int) -> socket.socket:
     """Return a socket that listens for connections to a store.
 
     Args:
-        host: Address or name of this machine, on which alone the store listens. None: the store
+        host: Address or name of this machine. The store listens only on it. None: the store
             listens on all interfaces.
         port: Port. 0 chooses a free one.
 
@@ -71,8 +71,8 @@ def serve(listener: socket.socket) -> Any:
 
 
 def serve_in_process(listener: socket.socket) -> None:
-    """Keep a store in this new process until the process that has started it ends."""
-    os.setpgid(0, 0)  # without the terminal's Ctrl-C: the workers may need the store to end
+    """Run a store in this child process until the parent process ends."""
+    os.setpgid(0, 0)  # Ctrl-C must not end the store: the workers use it while they end
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     kept = serve(listener)

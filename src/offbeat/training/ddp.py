@@ -1,8 +1,8 @@
 """Switches off DistributedDataParallel (DDP) in the model that ``attach`` was given.
 
 Frameworks such as Lightning wrap a model in DDP, which averages all gradients in every step. Under
-a strategy this communication is switched off, or the strategy would save nothing. ``attach`` knows
-only wrappers in the given model: a wrapper around it, or one that is made later, stays active.
+a strategy this communication is switched off, or the strategy would save nothing. ``attach``
+finds only wrappers in the given model. A wrapper around that model, or a later one, stays active.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class DDPSuppressor:
 
     Raises:
         AttachError: a wrapper cannot be switched off, or averages over other workers than
-            ``group``, that of ``attach``.
+            ``group``, the process group of ``attach``.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | Transport | None) -> None:
