@@ -5,6 +5,7 @@ Each worker contributes 2 to the power of its identity, so that a sum tells who 
 
 import gc
 import logging
+import math
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -606,6 +608,47 @@ def send_late(rank: int, size: int) -> Any:
 def test_operations_of_a_later_generation_have_the_full_time_limit() -> None:
     """The opening of the generation has less."""
     assert run(send_late, workers=2, newcomers=0) == [(0.0, 2.0, 2), (1.0, 2.0, 2)]
+
+
+def be_asked_too_early(rank: int, size: int) -> Any:
+    """Rank 3 asks to join in the pause after the change that the death of rank 2 has caused."""
+    if rank == 3:
+        store().wait(["they pause"])
+        worker = Worker(rank, size)
+    else:
+        worker = Worker(rank, size).until(0, 1, 2)
+        if rank == 2:
+            die()
+        members = worker.until(0, 1).membership
+        pause = members._pause_end - time.monotonic()
+        members._pause_end = math.inf
+        store().set("they pause", "1")
+        while [mask(0, 1), 2] not in worker.totals[-1]:  # both have found the request
+            worker.step(ready=members._poll.found())
+        assert worker.generation.members == (0, 1)
+        assert pause <= 7.5, "a quarter of 30 s"
+        members._pause_end = 0.0
+    return worker.until(0, 1, 3).finish()
+
+
+def test_a_newcomer_waits_for_the_pause_after_a_change() -> None:
+    """So newcomers that join and vanish again and again do not stop training."""
+    results = run(be_asked_too_early, workers=3, newcomers=1, may_die=(2,))
+    for generations in (*results[:2], results[3]):
+        assert generations[-1][1] == (0, 1, 3)
+
+
+def test_the_pause_is_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times as long as the change took, at most a quarter of the patience with the others."""
+    times = iter((10.0, 11.5, 50.0, 53.0))
+    monkeypatch.setattr(membership.time, "monotonic", lambda: next(times))
+    one = object.__new__(membership.StoreMembership)
+    one._silence_seconds, one._decision = 30.0, agreement.Decision([], 0)
+    one._poll, one.generation = Mock(), Mock()
+    monkeypatch.setattr(one, "_enter_after", Mock())
+    for end in (11.5 + 6, 53 + 7.5):
+        one.next_generation(step=1)
+        assert one._pause_end == end
 
 
 # -- many generations ------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_pauses_increase_until_a_worker_has_trained_for_long(
         *("again in 0.01 s (1 of 3)", "again in 0.02 s (2 of 3)", "again in 0.02 s (3 of 3)"),
         "not again: --max-restarts 3",
     ]
-    monkeypatch.setattr(supervising, "_FORGET_SECONDS", 1e-3)
+    monkeypatch.setattr(supervising, "_FORGET_SECONDS", 0.0)
     assert launcher.run(script, max_restarts=1) == 137
     script = "if os.environ['OFFBEAT_RESTARTS'] == '3': sys.exit()\n" + TRAIN + script
     assert launcher.run(script, max_restarts=1) == 0

@@ -29,6 +29,9 @@ _RETRY_SILENCE_SECONDS = 3.0  # wait for members that did not answer during the 
 _CLOSING_SECONDS = 5.0  # longest wait for the threads of a generation that has ended
 _STORE_SECONDS = 0.25  # time between two reads of the store
 _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
+# Least time from a membership change to the next one that a newcomer causes, in durations of that
+# change. So newcomers that join and vanish again and again leave training four fifths of the time.
+_TRAINING_SHARE = 4.0
 
 
 class UnreachableError(CommunicationError):
@@ -51,6 +54,7 @@ class StoreMembership:
         self._decision = Decision([], 0)  # on the current generation
         self._member_died = False
         self._last_check = 0.0
+        self._pause_end = 0.0  # requests of newcomers are ignored until then
         self._opened = math.inf  # time of the opening of a generation that has not begun to train
 
     # -- generations -------------------------------------------------------------------------------
@@ -123,19 +127,28 @@ class StoreMembership:
     def change_requested(self) -> bool:
         """Return True if a worker asks to join, or a member has died, left or begun a change.
 
-        Never blocks. If the store does not answer, only deaths are noticed.
+        Never blocks. If the store does not answer, only deaths are noticed. A request is noticed
+        later if the last membership change was a short time ago. A change that another member has
+        begun ends the operations of this one at once.
         """
         self._opened, now = math.inf, time.monotonic()
         if now - self._last_check > _HEARTBEAT_SECONDS:
             self._last_check = now
             dead = self._agreement.heartbeats.dead()
             self._member_died = self._member_died or not dead.isdisjoint(self.generation.members)
-        return self._poll.found() or self._member_died
+        requested = self._poll.found() and now >= self._pause_end
+        return requested or self._member_died
 
     def next_generation(self, *, step: int) -> Generation:
         """Agree on the next generation and open it; see ``Membership.next_generation``."""
         self._poll.close()
-        return self._enter_after(self.generation.number, self._decision, step=step)
+        began = time.monotonic()
+        entered = self._enter_after(self.generation.number, self._decision, step=step)
+        now = time.monotonic()
+        # The others wait ``silence_seconds`` for a member that has not noticed the request.
+        pause = min(_TRAINING_SHARE * (now - began), self._silence_seconds / 4)
+        self._pause_end = now + pause
+        return entered
 
     def _enter_after(self, generation: int, before: Decision, *, step: int | None) -> Generation:
         """Agree on the generation after ``generation`` and open it. If that fails, try later ones.
