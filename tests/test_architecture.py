@@ -83,7 +83,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/cli": (554, 308),
     "src/offbeat/data": (797, 390),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1601, 885),
+    "src/offbeat/elastic": (1614, 893),
     "src/offbeat/integrations": (303, 178),
     "src/offbeat/launcher": (704, 386),
     "src/offbeat/nodes": (505, 284),
@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2619, 1291),
     "src/offbeat_lab": (10524, 5646),
     "benchmarks": (6353, 3958),
-    "tests": (34552,),
+    "tests": (34595,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
