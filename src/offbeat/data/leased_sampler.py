@@ -30,8 +30,8 @@ class LeasedSampler(Sampler[list[int]]):
     worker. In *elastic training* (``min_workers``) every sample is used at least once per epoch:
     the workers wait for each other at the end of an epoch, in a ``consensus``, and train on the
     chunks that lost workers had taken and not completed. Some of these samples may be used
-    twice; ``repeated`` counts them. Steps of a lost worker that no mean over the workers contains
-    are lost, and so is a step that a membership change makes a worker skip. They are not repeated.
+    twice; ``repeated`` counts them. If a worker is lost, its steps since the last mean are lost. A
+    membership change can also make a worker skip a step. Lost steps are not repeated.
 
     **Use** as a batch sampler, with a ``LeasedLoader`` around the DataLoader, which tells the
     sampler which batches were trained on::
@@ -122,7 +122,7 @@ class LeasedSampler(Sampler[list[int]]):
         store = team.communicator.store(f"LeasedSampler/{components.leased_samplers}")
         self._leases = Leases(team, store, elastic=self._elastic)
         components.leased_samplers += 1
-        self._resumed: dict[int, Ranges] = {}  # what a checkpoint has left of some epochs
+        self._resumed: dict[int, Ranges] = {}  # unused batches of a loaded checkpoint, by epoch
         self._order = torch.empty(0)  # samples of the epoch in progress
         # The batches of this epoch that this worker has taken, each with its progress. The first
         # ``_handed_out`` have reached the loop, and the first ``_trained`` were trained on.
@@ -233,7 +233,7 @@ class LeasedSampler(Sampler[list[int]]):
         epoch, leases = self._begun, self._leases
         position, chunk = leases.take(self._note_done())
         last = self._number_of(epoch)
-        # If all workers are equally fast, each has done as many batches of its chunk.
+        # Assumes that each worker has trained on as many batches of its chunk as this one.
         of_all = self._team.size * np.arange(1, len(chunk) + 1)
         done = last - len(leases.batches) + position + of_all
         self._taken.extend(chunk.tolist())
@@ -282,11 +282,11 @@ class LeasedSampler(Sampler[list[int]]):
         return False
 
     def _agree_on_left(self, done: Ranges, whole: Numbers) -> Numbers:
-        """Return what lost workers have left of the epoch. All workers return the same.
+        """Return the batches that lost workers have taken and not completed, equal on all workers.
 
-        In ``consensus`` this worker takes part in the rounds of the workers that still train. One
-        of these may also evaluate in a ``consensus`` in the middle of the epoch. So the reports
-        tell whether all workers have reached the end.
+        In ``consensus`` this worker takes part in the rounds of the workers that still train. A
+        consensus does not prove that all workers have reached the end, because a worker may
+        evaluate in one in the middle of the epoch. The reports prove it.
         """
         left = self._leases.agree_on_left(done, whole, None)
         while left is None:

@@ -1,4 +1,4 @@
-"""Exit reasons: a worker that leaves publishes why. A lost connection alone does not tell."""
+"""Exit reasons: a worker that leaves publishes why. A lost connection does not show the reason."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, cast
