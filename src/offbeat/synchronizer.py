@@ -114,8 +114,8 @@ class Synchronizer:
         """Let workers that join receive a state of the script, such as that of a scheduler.
 
         A worker that joins receives the model, the optimizers and ``step``, but no other state.
-        Call this method on every worker, after ``attach`` and before
-        the first step. If the script has several states, each worker calls it in the same order.
+        Call this method on every worker, after ``attach`` and before the first step. If the script
+        has several states, each worker calls it in the same order.
         If training is not elastic, no worker joins, and the method has no effect.
 
         Do not share the state of random number generators: a worker that joins would draw the

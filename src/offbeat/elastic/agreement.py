@@ -18,8 +18,8 @@ steps:
 3. *Open.* The members of generation v + 1 open process groups with each other. A worker that the
    decision excludes raises an error.
 4. *Retry.* If step 3 fails, the members of generation v + 1 start again with generation v + 2. If
-   it timed out, also later but before the first step, each member first finds out which other
-   members do not return its pings.
+   it took nearly its time limit, or no step was taken for as long after it, each member first
+   pings the other members and reports those that do not answer.
 
 Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 
@@ -32,9 +32,9 @@ training begin with this prefix, ``offbeat/elastic/<name>``:
     left/<worker>      exists once the worker has left before the end
     ended              exists once the training has ended
     generation/<n>/wanted    exists once a worker requests generation n
-    generation/<n>/begun     exists once a member has arrived; members then give up opening
-    generation n - 1 generation/<n>/here/<worker>   exists once the worker has arrived: the fields
-    of ``Arrival`` generation/<n>/decided   the decision
+    generation/<n>/begun     exists once a member has arrived; opening generation n - 1 is given up
+    generation/<n>/here/<worker>   exists once the worker has arrived: the fields of ``Arrival``
+    generation/<n>/decided   the decision
     generation/<n>/groups/…  addresses of the process groups
     stores/<name>/…    keys of a separate store for components such as ``LeasedSampler``
 """

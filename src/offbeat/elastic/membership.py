@@ -30,7 +30,8 @@ _CLOSING_SECONDS = 5.0  # longest wait for the threads of a generation that has 
 _STORE_SECONDS = 0.25  # time between two reads of the store
 _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
 # Least time from a membership change to the next one that a newcomer causes, in durations of that
-# change. So newcomers that join and vanish again and again leave training four fifths of the time.
+# change. So newcomers that vanish again and again leave training four fifths of the time, or less
+# if a change takes longer than a sixteenth of ``silence_seconds``, which bounds the pause.
 _TRAINING_SHARE = 4.0
 
 

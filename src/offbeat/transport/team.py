@@ -50,8 +50,7 @@ class Team:
 
     Args:
         communicator: Communicator between the workers in the first generation of this worker. With
-            a
-            node: between this process and its counterparts.
+            ``node``: between this process and its counterparts.
         node: Node of this process; None if the process is a worker by itself.
         account: Account to which the communicators add; None creates one.
 

@@ -193,7 +193,7 @@ class GroupFactory:
             raise
 
     def _explain(self) -> None:
-        """Raise OpeningError if a member has ended or given up, so that gloo failed."""
+        """Raise OpeningError if gloo failed because a member has ended or given up."""
         deadline = time.monotonic() + _NOTICE_SECONDS
         while time.monotonic() < deadline:
             self._ask(self._require_members)
