@@ -34,7 +34,7 @@ REFERENCES = sorted((LAB / "baselines").rglob("*.py"))
 # folder of the package. A file inside a folder is a unit of its own if it is listed.
 LEVELS = [
     {"errors", "units", "arguments", "display"},
-    {"checkpoint/state", "telemetry"},
+    {"checkpoint/plain_values", "telemetry"},
     {"strategies"},
     {"transport"},
     {"quantization"},

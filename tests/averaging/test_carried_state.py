@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 
-from offbeat.checkpoint.state import load, save
+from offbeat.checkpoint.plain_values import load, save
 from offbeat.strategies.base import common, local, transient
 
 

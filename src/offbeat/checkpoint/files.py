@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from offbeat.checkpoint.state import read_values, write_values
+from offbeat.checkpoint.plain_values import read_values, write_values
 from offbeat.checkpoint.worker_state import require_format
 from offbeat.errors import CheckpointError
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.checkpoint.state import load, read_values, save, write_values
+from offbeat.checkpoint.plain_values import load, read_values, save, write_values
 from offbeat.errors import CheckpointError
 from offbeat.nodes.shards import local_parts, model_state, optimizer_state
 from offbeat.telemetry import Stats

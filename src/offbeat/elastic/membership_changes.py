@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from offbeat.averaging import flow_of
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.rounds import VoteCheck
-from offbeat.checkpoint.state import load, save
+from offbeat.checkpoint.plain_values import load, save
 from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.errors import CommunicationError, CommunicationTimeout, MismatchError
 from offbeat.quantization.wire import Precision, Wire
