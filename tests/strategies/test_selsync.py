@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from loops import Sink, attach, close
-from offbeat import SelSync
+from offbeat import AttachError, SelSync
+from offbeat_lab import GradientSelSync
 from problems import OPTIMIZERS, flat, loss_of, make_batch, make_model
 from strategies.references import SelSync as Reference
 from worlds import run
@@ -38,14 +39,17 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("max_norm", "split"), [(0.2, False), (None, True)], ids=["clipped", "two optimizers"]
+    ("kind", "max_norm", "split"),
+    [(SelSync, 0.2, False), (GradientSelSync, 0.5, False), (SelSync, None, True)],
+    ids=["clipped", "mean then clipped", "two optimizers"],
 )
 def test_the_norm_is_that_of_the_whole_unclipped_gradient(
-    max_norm: float | None, split: bool
+    kind: type[SelSync], max_norm: float | None, split: bool
 ) -> None:
-    """Before clipping, and over all optimizers."""
-    strategy = SelSync(**TRIGGER)
-    reference = Reference([30] * 3, "sgd", max_norm=max_norm, **TRIGGER)
+    """Before clipping, and over all optimizers; a mean of gradients comes before clipping."""
+    strategy = kind(**TRIGGER)
+    aggregate = "gradients" if kind is GradientSelSync else "parameters"
+    reference = Reference([30] * 3, "sgd", max_norm=max_norm, aggregate=aggregate, **TRIGGER)
     results = run(train, strategy, max_norm, split, workers=3)
     for step in range(30):
         reference.step()
@@ -57,3 +61,23 @@ def test_the_norm_is_that_of_the_whole_unclipped_gradient(
         assert [record["decision"] == "sync" for record in records] == reference.synced
         close(result["end"], reference.mean(), 1e-11)
     assert 5 < sum(reference.synced) < 25
+
+
+def test_a_mean_of_gradients_needs_one_backward_pass_and_one_optimizer() -> None:
+    def twice(rank: int, size: int) -> None:
+        model = make_model(seed=rank)
+        sync = attach(model, [OPTIMIZERS["sgd"](model.parameters())], GradientSelSync(**TRIGGER))
+        loss_of(model, make_batch(rank, 0)).backward()
+        again = loss_of(model, make_batch(rank, 1))
+        with pytest.raises(AttachError, match="put all backward passes"):
+            again.backward()
+        sync.detach()
+
+    def split(rank: int, size: int) -> None:
+        model = make_model(seed=rank)
+        halves = [model[0].parameters(), model[2:].parameters()]
+        with pytest.raises(AttachError, match="takes one optimizer"):
+            attach(model, [OPTIMIZERS["sgd"](half) for half in halves], GradientSelSync(**TRIGGER))
+
+    run(twice, workers=2)
+    run(split, workers=2)

@@ -154,12 +154,8 @@ class Gathering(Transport):
                 raise
             if generation is not None:
                 members = ranks_text(generation.members)
-                logger.info(
-                    "rank %d begins in generation %d: %s",
-                    agreement.worker,
-                    generation.number,
-                    members,
-                )
+                rank, number = agreement.worker, generation.number
+                logger.info("rank %d begins in generation %d: %s", rank, number, members)
                 return generation.communicator
             agreement.heartbeats.close()
             logger.info("rank %d: no member of %s is left", agreement.worker, name)

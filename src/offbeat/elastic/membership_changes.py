@@ -95,9 +95,7 @@ class MembershipChanges:
         self._behind: list[int] = []  # ranks that lack the model of the generation
         self._failures = 0  # attempts to begin a generation that count; see _attempt
         self._overtaken = False  # True if this worker received the model of a later step
-        self._last: CommunicationError | None = (
-            None  # reason for which there is no further generation
-        )
+        self._last: CommunicationError | None = None  # why there is no further generation
 
     def require_current_generation(self) -> None:
         """Raise CommunicationError if a membership change is requested or impossible."""
@@ -105,9 +103,7 @@ class MembershipChanges:
             raise self._last
         membership = self._worker.team.membership
         if membership is not None and membership.change_requested():
-            raise CommunicationError(
-                "a worker asks to join, or another one has left the generation"
-            )
+            raise CommunicationError("a worker asks to join, or another one has left")
 
     def __call__(self, error: CommunicationError) -> bool:
         """End this generation because of ``error``, and begin the next one. A collective. Blocks.
@@ -202,14 +198,13 @@ class MembershipChanges:
         slow = team.host.now() - began >= 0.9 * seconds
         self._failures += receives or (slow and not self._behind)
         if self._failures >= _ATTEMPTS or (slow and receives):
-            missed = (
-                "receive the model in generation"
-                if receives
-                else "average the models in generation"
-            )
+            missed = "average the models in generation"
+            if receives:
+                missed = "receive the model in generation"
             self._give_up(
                 CommunicationTimeout,
-                f"could not {missed} {team.generation} within timeout_seconds={seconds:g}: check "
+                f"could not {missed} {team.generation} "
+                f"within timeout_seconds={seconds:g}: check "
                 "the network, or raise it in attach(..., timeout_seconds=...) on all workers if "
                 f"that takes longer ({failed})",
             )
@@ -252,9 +247,8 @@ class MembershipChanges:
         if not self._fresh:
             load(flow.state, save(old_flow.state, "local"), "local")
         self._fresh = False  # only now: after an earlier failure this worker lacks the model
-        iteration.begin_generation(
-            flow
-        )  # before the barrier: if it fails, this worker has the model
+        # Before the barrier: if that fails, this worker has the model.
+        iteration.begin_generation(flow)
         worker.barrier(f"the beginning of generation {team.generation}")
         logger.info("rank %d of %d begins generation %d", team.rank, team.size, team.generation)
 

@@ -27,8 +27,13 @@ class GradientSelSyncState:
 
 
 class GradientSelSyncFlow(Flow):
-    """Averages the gradients of one optimizer before its step, if the strategy decides so."""
+    """Averages the gradients at the end of backward, if the strategy decides so.
 
+    Raises AttachError if a step has several backward passes: the second one would add local
+    gradients to a mean.
+    """
+
+    measures = True
     strategy: "GradientSelSync"
     state: GradientSelSyncState
 
@@ -40,6 +45,7 @@ class GradientSelSyncFlow(Flow):
         view.state = self.strategy.state(view)
         self.state = GradientSelSyncState(view)
         self._mean = GradientMean(self.worker.wire, optimizer.buckets)
+        self._synced: bool | None = None  # result of this step's round; None before backward
 
     @property
     @override
@@ -47,10 +53,25 @@ class GradientSelSyncFlow(Flow):
         return self.worker.touched or self.worker.step > 0
 
     @override
-    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+    def measure(self, optimizer: AttachedOptimizer) -> None:
+        if self._synced is not None:
+            raise AttachError(
+                "GradientSelSync decides once per step: put all backward passes of a step but the "
+                "last into `with sync.no_sync():`"
+            )
+        # Before the script clips the gradients, so the norm and the mean are of whole gradients.
         squared = self.worker.squared_norm(optimizer.gradients())
         self.state.view.gradient_norm_squared = squared
-        return self.act(self.vote(0, stepping=True))
+        self._synced = self.act(self.vote(0, stepping=True))
+
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        synced, self._synced = bool(self._synced), None
+        return synced
+
+    @override
+    def step_skipped(self) -> None:
+        self._synced = None
 
     @override
     def step_ended(self) -> bool:
