@@ -67,12 +67,24 @@ def test_chunks_rotate() -> None:
 
 
 def test_each_epoch_has_a_new_shuffle_of_the_same_structure() -> None:
-    """Epochs differ; in each, worker 1 is worker 0 rotated by one chunk."""
+    """Epochs differ; in each, the chunks of worker 1 are those of worker 0 rotated by one."""
     first, second = epoch(12, 3, 0), epoch(12, 3, 1)
     assert first[0] != second[0]
     for read in (first, second):
-        assert read[1] == read[0][4:] + read[0][:4]
+        chunks = [[set(own[at : at + 4]) for at in (0, 4, 8)] for own in read]
+        assert chunks[1] == chunks[0][1:] + chunks[0][:1]
     assert epoch(12, 3, 0, seed=1)[0] != first[0]
+
+
+def test_no_global_batch_is_read_twice() -> None:
+    """All workers together read a sample once per pass, in other company than before."""
+    read = epoch(240, 4)
+    batches = [
+        frozenset(index for own in read for index in own[at : at + 10]) for at in range(0, 240, 10)
+    ]
+    assert len(set(batches)) == len(batches)
+    for start in range(0, len(batches), 6):  # a pass
+        assert set().union(*batches[start : start + 6]) == set(range(240))
 
 
 OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
