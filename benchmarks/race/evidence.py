@@ -33,16 +33,13 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
     """Return the table of each section of the page that has results."""
     found = {"What to expect": tables.expectations(folder)}
     for workload, name in WORKLOADS.items():
-        found[name] = tables.tuned("headline", workload, folder)
-        found[f"{name}, first settings"] = tables.first_settings(workload, folder)
+        found[name] = tables.tuned(workload, folder)
         found[f"{name}, real processes"] = tables.real(workload, folder)
         found[f"{name}, other learning rates"] = tables.rates(workload, folder)
     found |= {
-        "Slower links": tables.slower(folder),
-        "Few bits for all": tables.wires(folder),
+        "From fast to slow links": tables.sweep(folder),
         "Streaming averaging, taken apart": tables.parts(folder),
         "Longer steps of Adam": tables.adam(folder),
-        "Transformer with Muon": tables.tuned("muon", "transformer", folder),
         "Many workers": tables.many(folder),
         "Other trainings": tables.features(folder),
         "Uneven machines": tables.uneven(folder),

@@ -1,20 +1,22 @@
 """The comparisons that the pages quote: workloads, links and methods.
 
 A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
-is the reference ``ideal``, BSP on an infinitely fast network. There are thirteen studies:
+is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
 
 - ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
+- ``elsewhere``: the same methods with the settings that ``headline`` chose, in virtual time: with
+  16 workers, at the chosen rates and at twice these, and on uneven links, where one of the workers
+  has a fifth of the bandwidth.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
   shaped links.
-- ``slower``: streaming averaging with default settings on further links, in virtual time.
-- ``wires``: every family of strategies over float32, int4 and int2, tuned alike, in virtual time.
+- ``sweep``: streaming averaging with default settings on links from fast to slow, with 4 and with
+  16 workers, in virtual time. The ideal, which is the same on all links, runs on the first.
 - ``parts``: streaming averaging with other settings, at the rate that ``headline`` chose.
 - ``rates``: streaming averaging and the ideal at several learning rates and numbers of workers. All
   take equally many steps, so more workers see more samples.
 - ``many``: streaming averaging with 16, 64 and 256 workers, on a slow and a very fast link. The
   workers of a node share its link.
 - ``adam``: strategies with and without longer steps of Adam.
-- ``muon``: some methods of ``headline`` with the optimizer Muon in place of AdamW, tuned alike.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others, and
   with labels that differ between workers. The settings are the defaults.
 - ``uneven``: strategies for workers of unequal speed, tuned with the same number of trials, in
@@ -42,7 +44,7 @@ from offbeat_lab.scenario import Scenario, ScenarioEvent
 from offbeat_lab.timing.padding import parse_slow
 from offbeat_lab.tuning import choices
 
-WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 8, 20, 0.05
+WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 16, 20, 0.05
 REAL_STEP_SECONDS = 0.05
 """Time up to which four real workers sleep in each step. It is longer than their computing. More
 workers share the same cores, so their time is longer in proportion."""
@@ -51,8 +53,10 @@ MAX_SECONDS = 60.0
 NEAR, FAR = "100us", "30ms"
 """Latencies of the links."""
 LINKS = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "10Mbit/s")
-SLOWER_LINKS = ("30Mbit/s", "20Mbit/s")
-"""Links of ``slower``, between the last two of ``LINKS``."""
+SWEEP = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "30Mbit/s", "20Mbit/s", "10Mbit/s", "5Mbit/s")
+"""Links of ``sweep``."""
+SWEEP_RATES = {("cnn", 4): 1, ("transformer", 4): 1, ("cnn", 16): 1, ("transformer", 16): 2}
+"""Workload and number of workers → factor on the learning rate at which the ideal ends best."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +110,19 @@ FEATURES = {
 }
 """Workloads of ``features``."""
 DILOCO = "diloco:fragments=4,overlap=4"
-FAMILIES = ("streaming", DILOCO, "local", "async", "selsync", "bsp")
-HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp --wire float32")
-"""Methods of ``headline`` and ``real``. ``bsp --wire float32`` is DDP with all gradients in one
-bucket."""
+HEADLINE = (
+    *("ideal", "streaming", "async", "selsync", DILOCO, "local", "powersgd", "sparseloco", "bsp"),
+    "bsp --wire float32",
+)
+"""Methods of ``headline``. ``bsp --wire float32`` is DDP with all gradients in one bucket."""
+REAL = ("ideal", "streaming", "async", "selsync", DILOCO, "local", "bsp", "bsp --wire float32")
+"""Methods of ``real``."""
 FEW = ("ideal", "streaming", "bsp --wire float32")
 """Methods of ``real`` with more than four workers."""
-RIVALS = ("bsp", "powersgd", "sparseloco")
-"""Further methods of ``headline`` at 50 Mbit/s: ``bsp`` with tuned precision, and baselines."""
-REAL_RIVALS = {"cnn": ("powersgd", "sparseloco"), "transformer": ("local", "bsp")}
-"""Best methods of ``headline`` at 50 Mbit/s, which run in ``real``, too, without torch's code."""
 PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
 """Method of ``headline`` → torch's own code for it, which runs in its place on real processes."""
 LEAST_PERIOD = 2
 """Least period of ``torch:postlocal``."""
-WIRES = ("float32", "int4", "int2")
 PARTS = (
     *("streaming", "streaming:outer_gain=1", "streaming:outer_gain=2"),
     *("streaming --wire int4", "streaming --wire int8", "streaming --wire float32"),
@@ -149,8 +151,6 @@ MANY = {
     ("mnist", "50Mbit/s", 256, 8): (8,),
     ("mnist", "100Gbit/s", 16, 1): (4,),
     ("mnist", "100Gbit/s", 64, 1): (8,),
-    ("cnn", "50Mbit/s", 16, 1): (1,),
-    ("transformer", "50Mbit/s", 16, 1): (1, 2),
 }
 """Workload, link, number of workers and workers per node of each cell of ``many`` → factors on the
 learning rate of streaming averaging."""
@@ -158,11 +158,8 @@ MANY_IDEAL = {
     ("mnist", 16): (2, 4, 8),
     ("mnist", 64): (4, 8, 16, 32),
     ("mnist", 256): (8, 16, 32),
-    ("cnn", 16): (1,),
-    ("transformer", 16): (2,),
 }
-"""Workload and number of workers → factors on the learning rate of the ideal in ``many``. The only
-factor of a workload is the ideal's best in ``rates``."""
+"""Workload and number of workers → factors on the learning rate of the ideal in ``many``."""
 CORRECTED = (
     *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
     f"{DILOCO},period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
@@ -189,7 +186,8 @@ ideal takes about 200."""
 class Cell:
     """One workload on one network, in one study.
 
-    ``speeds`` is a key of ``SPEEDS``. The workers of a node share its link.
+    ``speeds`` is a key of ``SPEEDS``. The workers of a node share its link. With ``uneven_links``,
+    the link of the last worker has a fifth of the bandwidth.
     """
 
     study: str
@@ -199,6 +197,7 @@ class Cell:
     workers: int = WORKERS
     speeds: str | None = None
     workers_per_node: int = 1
+    uneven_links: bool = False
 
     @property
     def name(self) -> str:
@@ -207,8 +206,13 @@ class Cell:
         many = "" if self.workers == WORKERS else f"-{self.workers}workers"
         uneven = "" if self.speeds is None else f"-{self.speeds}"
         nodes = "" if self.workers_per_node == 1 else f"-{self.workers_per_node}pernode"
-        link = self.bandwidth.removesuffix("/s")
+        link = self.bandwidth.removesuffix("/s") + ("-unevenlinks" if self.uneven_links else "")
         return f"{self.study}-{self.workload}-{link}{late}{many}{nodes}{uneven}"
+
+    @property
+    def link(self) -> str:
+        """The link as text, with a latency other than the usual."""
+        return self.bandwidth if self.latency == NEAR else f"{self.bandwidth}, {self.latency}"
 
     @property
     def task(self) -> Workload:
@@ -229,28 +233,28 @@ class Cell:
         """Number of seeds."""
         if self.workers >= 64:  # a run takes many minutes
             return 1
-        if self.study == "many":
-            return 3 if self.workload == "mnist" else 5
-        main = self.study in ("headline", "real", "slower") and self.workers == WORKERS
+        main = self.study in ("headline", "real") and self.workers == WORKERS
         return 5 if main else 3
 
     @property
     def trials(self) -> int | None:
         """Number of trials of each method; None if the methods are not tuned."""
-        return TRIALS if self.study in ("headline", "wires", "muon", "uneven") else None
+        return TRIALS if self.study in ("headline", "uneven") else None
 
     def methods(self, folder: Path = RESULTS) -> list[str]:
         """Return the methods; those of ``real`` and ``parts`` with settings of ``headline``.
 
         Raises:
-            FileNotFoundError: ``headline`` has no results for the workload and the link.
+            FileNotFoundError: ``headline`` has no results for the workload and the link, or for one
+                of the methods.
         """
         if self.study == "headline":
-            return [*HEADLINE, *(RIVALS if self._has_rivals else ())]
-        if self.study == "muon":
-            return ["ideal", "streaming", DILOCO, "local"]
-        if self.study in ("features", "slower"):
+            return [*HEADLINE]
+        if self.study == "features":
             return ["ideal", "streaming"]
+        if self.study == "sweep":
+            kinds = ("ideal", "streaming") if self.bandwidth == SWEEP[0] else ("streaming",)
+            return [at_rate(kind, SWEEP_RATES[self.workload, self.workers]) for kind in kinds]
         if self.study == "uneven":
             return [*UNEVEN]
         if self.study.startswith("elastic"):
@@ -268,31 +272,26 @@ class Cell:
                 *(at_rate("ideal", rate) for rate in MANY_IDEAL[self.workload, self.workers]),
                 *(at_rate("streaming", rate) + wire for rate in rates for wire in wires),
             ]
-        if self.study == "wires":
-            return ["ideal", *(f"{one} --wire {wire}" for one in FAMILIES for wire in WIRES)]
-        headline = replace(self, study="headline", workers=WORKERS)
+        headline = replace(self, study="headline", workers=WORKERS, uneven_links=False)
         results = read_results(headline.path(folder), trials=True)
         chosen = {choice.method: choice.job for choice in choices(results)}
+        if missing := [method for method in HEADLINE if method not in chosen]:
+            raise FileNotFoundError(f"{headline.name} has no trials of {missing[0]!r}")
+        if self.study == "elsewhere":
+            jobs = [chosen[method] for method in HEADLINE]
+            if self.workers != WORKERS:
+                jobs += [replace(job, lr_scale=2 * job.lr_scale) for job in jobs]
+            return [job.label for job in jobs]
         if self.study == "parts":
             rate = _rate(chosen["streaming"])
             return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]
         if self.workers != WORKERS:
             return [_real(method, chosen[method]) for method in FEW]
-        rivals = REAL_RIVALS[self.workload] if self._has_rivals else ()
-        return [
-            *(_real(method, chosen[method]) for method in HEADLINE),
-            *(chosen[method].label for method in rivals),
-        ]
-
-    @property
-    def _has_rivals(self) -> bool:
-        return self.workload in REAL_RIVALS and self.bandwidth == "50Mbit/s"
+        return [_real(method, chosen[method]) for method in REAL]
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""
         job = replace(self.task.job(data, self.workers), workers_per_node=self.workers_per_node)
-        if self.study == "muon":
-            return replace(job, optimizer="muon")
         if self.study == "uneven":
             return replace(
                 job, partition=LEASED, slow=self.slow, jitter=JITTER, lr_scale=UNEVEN_RATE
@@ -314,6 +313,10 @@ class Cell:
         scenario = str(Scenario((dies, joins)))
         return {"partition": LEASED, "scenario": scenario}
 
+    def _bandwidth_of(self, node: int, now: float) -> float:
+        """Return the bandwidth of a node's link if the links are uneven."""
+        return to_bandwidth(self.bandwidth) / (5 if node == self.workers - 1 else 1)
+
     @contextlib.contextmanager
     def runner(self) -> Iterator[Runner]:
         """Yield the network of the cell; that of real processes exists until the end."""
@@ -325,7 +328,9 @@ class Cell:
             slow = parse_slow(self.slow, self.workers)
             compute = Compute(self.task.step_seconds, jitter=JITTER, slowdown=slow)
             network = Network(
-                self.bandwidth, latency=self.latency, workers_per_node=self.workers_per_node
+                self._bandwidth_of if self.uneven_links else self.bandwidth,
+                latency=self.latency,
+                workers_per_node=self.workers_per_node,
             )
             yield VirtualCluster(network, compute)
 
@@ -350,14 +355,14 @@ def _real(method: str, chosen: Job) -> str:
 
 CELLS = (
     *(Cell("headline", name, link) for name in ("cnn", "transformer") for link in LINKS),
+    Cell("headline", "transformer", "200Mbit/s", FAR),
+    *(Cell("elsewhere", name, "50Mbit/s", workers=16) for name in ("cnn", "transformer")),
+    *(Cell("elsewhere", name, "50Mbit/s", uneven_links=True) for name in ("cnn", "transformer")),
     *(Cell("real", name, link) for name in ("cnn", "transformer") for link in LINKS),
     Cell("real", "transformer", "200Mbit/s", workers=8),
-    *(Cell("slower", name, link) for name in ("cnn", "transformer") for link in SLOWER_LINKS),
-    *(Cell("wires", "mlp", link) for link in LINKS),
-    Cell("wires", "mlp", "200Mbit/s", FAR),
+    *(Cell("sweep", name, link, workers=many) for name, many in SWEEP_RATES for link in SWEEP),
     *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
     Cell("adam", "transformer", "50Mbit/s"),
-    Cell("muon", "transformer", "50Mbit/s"),
     *(Cell("features", name, "50Mbit/s") for name in FEATURES),
     *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
     *(Cell("many", name, link, workers=n, workers_per_node=k) for name, link, n, k in MANY),

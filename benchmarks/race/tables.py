@@ -16,15 +16,14 @@ from benchmarks.race.studies import (
     CORRECTED,
     DILOCO,
     EAGER,
-    FAMILIES,
     FEATURES,
-    MANY_IDEAL,
     RATES,
+    SWEEP,
+    SWEEP_RATES,
     UNCORRECTED,
     UNEVEN,
     UNEVEN_RATE,
     VARIANTS,
-    WIRES,
     WORKLOADS,
     Cell,
     at_rate,
@@ -71,9 +70,10 @@ def cells_of(study: str, workload: str, folder: Path = RESULTS) -> list[Cell]:
 
 
 def _is_complete(cell: Cell, folder: Path) -> bool:
-    if not cell.path(folder).exists():
+    try:
+        found = runs_of(cell, folder)
+    except FileNotFoundError:  # of the cell itself, or of that which chose its settings
         return False
-    found = runs_of(cell, folder)
     return all(len(found.get(method, {})) == cell.seeds for method in cell.methods(folder))
 
 
@@ -88,7 +88,7 @@ def runs_of(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
 
 
 def first_runs(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
-    """Return the runs of each method of ``headline``, with the settings of its first trial."""
+    """Return the runs with the settings of each method's first trial, if they are its defaults."""
     results = read_results(cell.path(folder), trials=True)
     first: dict[str, str] = {}
     for result in results:
@@ -151,33 +151,45 @@ def end(runs: Runs) -> str:
 
 
 def expectations(folder: Path = RESULTS) -> str:
-    """Return the table of what the default settings reach, and the best other method when tuned.
+    """Return the table of ``headline``: the default settings, the best other method when tuned.
 
-    Times are slowdowns to 90 %. With four workers the results are those of ``headline``, with more
-    those of ``many``, which has no other methods.
+    Times are slowdowns to 90 %.
     """
     lines = _heading(
-        *("training", "workers", "link", "default settings", "end − ideal"),
+        *("training, link", "first to 90 %", "default settings", "end − ideal"),
         *("best other method, tuned", "its time", "its end − ideal", "DDP"),
     )
     for workload, name in TRAININGS.items():
         for cell in cells_of("headline", workload, folder):
-            tuned, first = runs_of(cell, folder), first_runs(cell, folder)
-            ideal = tuned["ideal"]
+            tuned = runs_of(cell, folder)
+            ideal, default = tuned["ideal"], first_runs(cell, folder)["streaming"]
             others = [one for one in tuned if one not in ("ideal", "streaming")]
             best = min(others, key=lambda one: _rank(slowdowns(tuned[one], ideal, SHARE)))
-            shown = _time_and_end(first["streaming"], ideal)
-            shown += [NAMES[best], *_time_and_end(tuned[best], ideal)]
+            verdict = _verdict(default, tuned[best], ideal, NAMES[best])
+            shown = [verdict, *_time_and_end(default, ideal)]
+            shown += [f"`{_settings(tuned[best])}`", *_time_and_end(tuned[best], ideal)]
             shown.append(summary(slowdowns(tuned[DDP], ideal, SHARE)))
-            lines.append(f"| {name} | {cell.workers} | {cell.bandwidth} | {' | '.join(shown)} |")
-        for cell in cells_of("many", workload, folder):
-            found, factors = runs_of(cell, folder), MANY_IDEAL[workload, cell.workers]
-            ideal = best_of([found[at_rate("ideal", rate)] for rate in factors])
-            rate = next(rate for rate in factors if found[at_rate("ideal", rate)] is ideal)
-            shown = _time_and_end(found[at_rate("streaming", rate)], ideal)
-            row = f"| {name} | {cell.workers} | {cell.bandwidth} | {' | '.join(shown)} |"
-            lines.append(f"{row} | | | |")
+            lines.append(f"| {name}, {cell.link} | {' | '.join(shown)} |")
     return "\n".join(lines)
+
+
+def _verdict(default: Runs, other: Runs, ideal: Runs, name: str) -> str:
+    """Return which of two methods gains 90 % first; "level" if the interval contains 0."""
+    times = (slowdowns(runs, ideal, SHARE) for runs in (default, other))
+    gaps = [
+        (math.inf if late is None else late) - (math.inf if early is None else early)
+        for early, late in zip(*times, strict=True)
+    ]
+    if any(math.isnan(gap) for gap in gaps):
+        return "neither always arrives"
+    interval = interval_of(gaps)
+    if interval.low <= 0 <= interval.high:
+        return f"level with {name}"
+    return "default" if interval.low > 0 else name
+
+
+def _settings(runs: Runs) -> str:
+    return next(iter(runs.values())).label.replace(",fragments=4,overlap=4", "")
 
 
 def _rank(values: Sequence[float | None]) -> tuple[int, float]:
@@ -189,24 +201,14 @@ def _time_and_end(runs: Runs, ideal: Runs) -> list[str]:
     return [summary(slowdowns(runs, ideal, SHARE)), difference_at_end(runs, ideal)]
 
 
-def tuned(study: str, workload: str, folder: Path = RESULTS) -> str:
-    """Return the table of all methods with tuned settings, of ``headline`` or ``muon``."""
+def tuned(workload: str, folder: Path = RESULTS) -> str:
+    """Return the table of all methods of ``headline``, with tuned settings."""
     lines = _heading("link", "method", "settings", "half-way", "90 %", "98 %", "end", "end − ideal")
-    for cell in cells_of(study, workload, folder):
+    for cell in cells_of("headline", workload, folder):
         found = runs_of(cell, folder)
         for method, runs in found.items():
-            label = next(iter(runs.values())).label.replace(",fragments=4,overlap=4", "")
-            lines.append(_row(cell.bandwidth, NAMES[method], f"`{label}`", runs, found["ideal"]))
-    return "\n".join(lines)
-
-
-def first_settings(workload: str, folder: Path = RESULTS) -> str:
-    """Return the table of all methods with their first settings, against the ideal with its own."""
-    lines = _heading("link", "method", "half-way", "90 %", "98 %", "end", "end − ideal")
-    for cell in cells_of("headline", workload, folder):
-        found = first_runs(cell, folder)
-        for method, runs in found.items():
-            lines.append(_row(cell.bandwidth, NAMES[method], None, runs, found["ideal"]))
+            settings = f"`{_settings(runs)}`"
+            lines.append(_row(cell.link, NAMES[method], settings, runs, found["ideal"]))
     return "\n".join(lines)
 
 
@@ -233,42 +235,38 @@ def real(workload: str, folder: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
-def slower(folder: Path = RESULTS) -> str:
-    """Return the table of the default settings on all links of ``headline`` and ``slower``.
+def steps_to_send(cell: Cell, runs: Runs) -> float:
+    """Return S, the time to send the model of ``runs`` once in float32, in steps."""
+    model_bits = 8 * (next(iter(runs.values())).model_bytes or math.nan)
+    return model_bits / to_bandwidth(cell.bandwidth) / cell.task.step_seconds
 
-    *sending* is the time to send the model once in float32, in steps.
+
+def sweeps(folder: Path = RESULTS) -> dict[tuple[str, int], list[tuple[float, Runs, Runs]]]:
+    """Return S, the default's runs and the ideal's on each link of ``sweep``.
+
+    The keys are workloads and numbers of workers.
     """
-    lines = _heading(
-        *("training", "link", "sending", "half-way", "90 %", "98 %", "end", "end − ideal")
-    )
-    for workload, name in TRAININGS.items():
-        found = {cell: first_runs(cell, folder) for cell in cells_of("headline", workload, folder)}
-        found |= {cell: runs_of(cell, folder) for cell in cells_of("slower", workload, folder)}
-        for cell in sorted(found, key=lambda cell: -to_bandwidth(cell.bandwidth)):
-            ideal, streaming = found[cell]["ideal"], found[cell]["streaming"]
-            model_bits = 8 * (next(iter(ideal.values())).model_bytes or math.nan)
-            steps = model_bits / to_bandwidth(cell.bandwidth) / cell.task.step_seconds
-            lines.append(_row(name, cell.bandwidth, f"{steps:.1f} steps", streaming, ideal))
-    return "\n".join(lines)
+    found: dict[tuple[str, int], list[tuple[float, Runs, Runs]]] = {}
+    for workload, workers in SWEEP_RATES:
+        cells = [one for one in cells_of("sweep", workload, folder) if one.workers == workers]
+        if not cells or cells[0].bandwidth != SWEEP[0]:
+            continue
+        ideal, _ = runs_of(cells[0], folder).values()
+        rows = []
+        for cell in cells:
+            *_, streaming = runs_of(cell, folder).values()
+            rows.append((steps_to_send(cell, streaming), streaming, ideal))
+        found[workload, workers] = rows
+    return found
 
 
-def wires(folder: Path = RESULTS) -> str:
-    """Return the table of all families over float32, int4 and int2: median slowdown to 98 %.
-
-    There is one column for each link. A run that never arrives counts as infinity.
-    """
-    cells = cells_of("wires", "mlp", folder)
-    if not cells:
-        return ""
-    by_cell = [runs_of(cell, folder) for cell in cells]
-    links = [f"{cell.bandwidth}, {cell.latency}" for cell in cells]
-    lines = _heading("method", "wire", *links)
-    for family in FAMILIES:
-        for wire in WIRES:
-            method = f"{family} --wire {wire}"
-            values = [median(slowdowns(found[method], found["ideal"])) for found in by_cell]
-            shown = [f"{one:.2f}" if math.isfinite(one) else "never" for one in values]
-            lines.append(f"| {NAMES[family]} | {wire} | {' | '.join(shown)} |")
+def sweep(folder: Path = RESULTS) -> str:
+    """Return the table of the default settings on links from fast to slow."""
+    lines = _heading("training", "workers", "S", "half-way", "90 %", "98 %", "end", "end − ideal")
+    for (workload, workers), rows in sweeps(folder).items():
+        for steps, streaming, ideal in rows:
+            first = f"{TRAININGS[workload]} | {workers}"
+            lines.append(_row(first, f"{steps:.1f}", None, streaming, ideal))
     return "\n".join(lines)
 
 

@@ -123,7 +123,7 @@ def compare(
             run starts. With ``tune``, the runs depend on the results, and it is called in turn.
         command: Command line to store in the results.
         tune: Number of trials to tune each method with; see ``lab.tuning``. The comparison then has
-            each method with its chosen settings and with its first ones, and adds the ideal. None:
+            each method with its chosen settings, and adds the ideal; see there. None:
             the methods are not tuned.
 
     Returns:
@@ -171,7 +171,7 @@ def count_runs(job: Job, strategies: Sequence[str], seeds: int, tune: int | None
     """Return the number of runs of a comparison, including those that would be skipped.
 
     The arguments are those of ``compare``. With ``tune``, the number is an upper bound: after its
-    trials, each method runs with its chosen and with its first settings.
+    trials, each method runs with its chosen settings; see ``tuning.tune``.
     """
     if tune is not None:
         return len(with_ideal(strategies)) * (tune + 2 * seeds)

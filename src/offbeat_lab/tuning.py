@@ -189,8 +189,9 @@ def tune(
 
     The first settings of a method are its first best-known ones, at the learning rate of ``job``.
     Then follow its best-known settings at the ideal's best learning rate, and what ``search``
-    proposes. Each method gets a job with its chosen settings and, if they differ, one with its
-    first settings. All these jobs have the seed of ``job``.
+    proposes. Each method gets a job with its chosen settings and, if ``text`` alone was its first
+    trial and they differ, one with the settings that ``text`` alone has. All these jobs have the
+    seed of ``job``.
 
     Args:
         job: Settings that all runs share.
@@ -210,7 +211,7 @@ def tune(
         first = shared.under(untuned(text))
         starts = _starts(text, shared, rate, trials)
         best = search(starts, _axes(text, first.strategy), score, budget)
-        jobs += [best, first]
+        jobs += [best, first] if first == shared.under(text) else [best]
         rate = reference(trials).job.lr_scale
     return [replace(one, seed=job.seed) for one in dict.fromkeys(jobs)]
 

@@ -15,10 +15,12 @@ from offbeat_lab.results import read_results
 def test_words_choose_cells() -> None:
     names = {one.name for one in select(["headline", "cnn"])}
     assert names == {f"headline-cnn-{link}bit" for link in ("1G", "200M", "50M", "10M")}
-    assert [one.name for one in select(["wires", "30ms"])] == ["wires-mlp-200Mbit-30ms"]
+    assert [one.name for one in select(["elsewhere", "unevenlinks", "cnn"])] == [
+        "elsewhere-cnn-50Mbit-unevenlinks"
+    ]
     assert select([]) == list(CELLS)
-    with pytest.raises(ValueError, match="no cell has all of 'cnn wires'"):
-        select(["cnn", "wires"])
+    with pytest.raises(ValueError, match="no cell has all of 'cnn adam'"):
+        select(["cnn", "adam"])
 
 
 def test_list_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -41,7 +43,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(studies, "EVALUATIONS", 2)
     monkeypatch.setattr(studies, "TRIALS", 3)
     monkeypatch.setattr(Cell, "seeds", 1)
-    monkeypatch.setattr(studies, "HEADLINE", ("ideal", "streaming", "local", "bsp --wire float32"))
+    few = ("ideal", "streaming", "local", "bsp --wire float32")
+    monkeypatch.setattr(studies, "HEADLINE", few)
+    monkeypatch.setattr(studies, "REAL", few)
     monkeypatch.setattr(studies, "PARTS", ("streaming", "streaming:parts=1"))
 
 
@@ -80,7 +84,9 @@ def test_real_cells_need_tuned_settings(tmp_path: Path) -> None:
         Cell("real", "cnn", "10Mbit/s").methods(tmp_path)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell", [cell for cell in CELLS if cell.path().exists()], ids=lambda cell: cell.name
+)
 def test_the_stored_results_have_the_settings_of_the_cell(cell: Cell) -> None:
     """Results that were made with other step times or workers must run again."""
     shared = cell.job(Path("data"))

@@ -270,8 +270,8 @@ def test_trials_come_first_and_are_marked(tmp_path: Path) -> None:
         (Trial("bsp --lr-scale 1 --wire int8", 3), "bsp --wire int8"),
     ]
     assert {one.job.seed for one in trials} == {SEED}
-    methods = ["local:period=2 --lr-scale 2 --wire int4", "local:period=2 --wire int4"]
-    labels = ["ideal --lr-scale 2", "ideal", *methods, "bsp --wire int8"]
+    chosen = ["ideal --lr-scale 2", "local:period=2 --lr-scale 2 --wire int4"]
+    labels = [chosen[0], "ideal", chosen[1], "bsp --wire int8"]
     runs = [(one.job.seed, one.label) for one in results[len(trials) :]]
     assert runs == [(seed, label) for seed in (0, 1) for label in labels]
     assert read_results(tmp_path / "results.jsonl", trials=True) == results
