@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from loops import close, error_of, sgd
+from loops import close, sgd
 from offbeat import Compute, Network, simulate
 from offbeat_lab.baselines.downpour import Downpour
-from problems import assign, flat, gradients, loss_of, make_batch, make_model, train_step
+from problems import assign, flat, loss_of, make_batch, make_model, train_step
 from worlds import run
 
 STEP = 0.01
@@ -32,8 +32,12 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def uphill(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.02, weight_decay=0.1, maximize=True)
+def heavy(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, weight_decay=0.1, momentum=0.9)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 # -- several workers ------------------------------------------------------------------------------
@@ -69,7 +73,7 @@ def play(
     at_server: Any = torch.optim.Adagrad if strategy.server_optimizer == "adagrad" else None
     if at_server is None:
         at_server = torch.optim.SGD
-    served = at_server([server], lr=strategy.server_lr or 1.0)
+    served = at_server([server], lr=strategy.server_lr)
     sums = [torch.zeros_like(z) for _ in range(size)]
     unpushed, pushes, downloads = [0] * size, [0] * size, [[0] * size for _ in range(size)]
     staleness: dict[int, int] = {}
@@ -81,30 +85,20 @@ def play(
             assign(models[rank], new + (flat(models[rank]) - asked))
             coming[rank] = None
 
-    def rates(rank: int) -> Tensor:
-        """η of every element."""
-        of = {id(p): g["lr"] for g in optimizers[rank].param_groups for p in g["params"]}
-        parameters = list(models[rank].parameters())
-        return torch.cat([torch.full((p.numel(),), of[id(p)], dtype=z.dtype) for p in parameters])
-
     def push(rank: int) -> None:
         behind = sum(pushes[o] - downloads[rank][o] for o in range(size) if o != rank)
         staleness[behind] = staleness.get(behind, 0) + 1
         pushes[rank] += 1
-        server.grad = sums[rank]
+        server.grad = -sums[rank]
         served.step()
         sums[rank], unpushed[rank] = torch.zeros_like(z), 0
 
     for rank in order:
         model, step = models[rank], len(trace[rank])
-        gradient = torch.cat([g.reshape(-1) for g in gradients(model, make_batch(rank, step))])
-        settings = optimizers[rank].defaults
-        gradient = -gradient if settings["maximize"] else gradient
-        gradient = gradient + settings["weight_decay"] * flat(model)  # before the step
-        scale = rates(rank) / size if strategy.server_lr is None else 1.0
-        sums[rank] = sums[rank] + scale * gradient
-        unpushed[rank] += 1
+        before = flat(model)
         train_step(model, optimizers[rank], make_batch(rank, step))
+        sums[rank] = sums[rank] + (flat(model) - before) / size
+        unpushed[rank] += 1
         fetched(rank)
         if (step + 1) % strategy.push_every == 0:
             push(rank)
@@ -124,13 +118,13 @@ STRATEGIES = [
     Downpour(),
     Downpour(push_every=3, fetch_every=2),
     Downpour(push_every=2, fetch_every=5, servers=(1,)),
-    Downpour(push_every=2, fetch_every=2, server_lr=0.03),
+    Downpour(push_every=2, fetch_every=2, server_lr=0.5),
     Downpour(push_every=2, fetch_every=3, server_optimizer="adagrad", server_lr=0.1),
 ]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("make", [sgd, grouped, uphill], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [sgd, grouped, heavy, adam], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_two_workers_step_by_step(strategy: Downpour, make: Make) -> None:
     """Compares every model after every step, the server's final model, and the staleness."""
@@ -196,7 +190,7 @@ def test_steps_taken_while_a_fetch_travels_stay() -> None:
 
 
 def test_the_learning_rate_is_applied_once() -> None:
-    """z moves by Σ η g/N, or with server_lr by server_lr·g. With η = 0 it does not move."""
+    """z moves by Σ η g/N, times server_lr. With η = 0 it does not move."""
 
     def once(rank: int, size: int) -> Any:
         moved = []
@@ -215,7 +209,7 @@ def test_the_learning_rate_is_applied_once() -> None:
 
     for own, at_server in run(once, workers=3):
         assert own == pytest.approx((0.5 + 0.1) * (1 + 2 + 3) / 3, abs=1e-12)
-        assert at_server == pytest.approx(4 * 0.25 * (1 + 2 + 3), abs=1e-12)
+        assert at_server == pytest.approx(0.25 * own, abs=1e-12)
 
 
 # -- which gradients are pushed -------------------------------------------------------------------
@@ -257,23 +251,6 @@ def test_a_step_that_a_scaler_skips_is_not_pushed(unscale: bool, fused: bool) ->
     assert end.isfinite().all()
     close(end, flat(model), atol=1e-5)
     assert steps == 8
-
-
-def overwriting(rank: int, size: int) -> Any:
-    model = make_model(seed=0)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True
-    )
-    sync = offbeat.attach(model, optimizer, Downpour(), timeout_seconds=20)
-    found = error_of(lambda: train_step(model, optimizer, make_batch(rank, 0)))
-    sync.detach()
-    return found
-
-
-def test_an_optimizer_that_overwrites_gradients_is_refused() -> None:
-    ((kinds, message),) = run(overwriting, workers=1)
-    assert kinds[0] == "AttachError"
-    assert "give foreach=False" in message
 
 
 def in_turn(rank: int, size: int) -> list[float]:

@@ -49,7 +49,7 @@ class ElasticRule(Rule):
 
 
 class EASGDFlow(ServerFlow):
-    """Futures the events of a training step for ``EASGD``.
+    """Handles the events of a training step for ``EASGD``.
 
     Attributes:
         steps: Number of local steps.

@@ -19,7 +19,7 @@ from offbeat_lab.methods.tunable import Axis, Tunable
 
 
 class SSPFlow(ServerFlow):
-    """Futures the events of a training step for ``SSP``.
+    """Handles the events of a training step for ``SSP``.
 
     Attributes:
         cache: x as one vector. Not used with a single worker.
