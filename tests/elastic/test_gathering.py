@@ -274,6 +274,22 @@ def test_too_few_workers_raise() -> None:
         )
 
 
+def test_a_worker_that_does_not_begin_the_training_is_named(tmp_path: Path) -> None:
+    """It has taken the lowest number, so it has to propose generation 0, and does not."""
+    shared = SharedStore(dist.FileStore(f"{tmp_path}/store"), "here")
+    name = shared.put_if_absent(LATEST_TRAINING, f"{LATEST_TRAINING}/one")
+    suspended = Agreement(shared.within(name), 1.0)
+    transport = Gathering(f"file://{tmp_path}/store", WorkerCount.parse("2"))
+    with pytest.raises(CommunicationTimeout) as caught:
+        transport.make_communicator(0.3)
+    assert re.match(
+        "gathering failed: 2 workers have come to file://.*/store, but rank 0 has not begun the "
+        "training with them within timeout_seconds=0.3: it is suspended, or it cannot connect",
+        str(caught.value),
+    )
+    suspended.heartbeats.close()
+
+
 # -- deaths and restarts --------------------------------------------------------------------------
 
 

@@ -238,13 +238,20 @@ class Gathering(Transport):
             write = agreement.store.put_if_absent
             return agreement.call(partial(write, "generation/0/decided", vars(decision)))
         if waited > agreement.timeout_seconds:
+            members, limit = decision.members, f"timeout_seconds={agreement.timeout_seconds:g}"
+            if len(members) >= least:
+                raise CommunicationTimeout(
+                    f"gathering failed: {len(members)} workers have come to {self._address}, but "
+                    f"rank {members[0]} has not begun the training with them within {limit}: it is "
+                    "suspended, or it cannot connect to the others; end that process, or name the "
+                    "network interface that joins the workers in GLOO_SOCKET_IFNAME"
+                )
             text = (
-                f"gathering failed: {len(decision.members)} of {self.workers.most} workers have "
-                f"come to {self._address} within timeout_seconds={agreement.timeout_seconds:g}"
+                f"gathering failed: {len(members)} of {self.workers.most} workers have come to "
+                f"{self._address} within {limit}"
             )
             silent = {*range(decision.next_identity)}.difference(
-                *(decision.members, decision.unannounced),
-                *(heartbeats.refused, heartbeats.dead()),
+                members, decision.unannounced, heartbeats.refused, heartbeats.dead()
             )
             if silent:
                 text += (
