@@ -466,11 +466,11 @@ def test_a_number_without_an_address_delays_no_one() -> None:
     others = [Agreement(shared, 1.0) for _ in range(2)]
     assert shared.count("numbers") == 2
     one = Agreement(shared, 1.0)
-    decision = one.admit(Decision([0], 1))
+    decision = one.find_newcomers(Decision([0], 1))
     assert decision == Decision([1, 3], 4, unannounced=[2])
     assert [decision.considers(worker) for worker in range(1, 5)] == [True, False, True, False]
     shared.put("address/2", others[0].heartbeats.address)
-    assert one.admit(decision) == Decision([2], 4)
+    assert one.find_newcomers(decision) == Decision([2], 4)
 
 
 def test_attempts_are_repeated_after_a_loss_only() -> None:
@@ -483,15 +483,15 @@ def test_attempts_are_repeated_after_a_loss_only() -> None:
             raise errors.pop()
         return "begun"
 
-    assert transport.repeat(fail) == "begun"
+    assert transport.retry_after_losses(fail) == "begun"
     for kind in (CommunicationTimeout, StoreLostError, EndedError, AttachError):
         errors[:] = [kind("not repeated")]
         with pytest.raises(kind):
-            transport.repeat(fail)
+            transport.retry_after_losses(fail)
         assert errors == []
     errors[:] = [CommunicationError("a worker died")] * 100
     with pytest.raises(CommunicationError):
-        transport.repeat(fail)
+        transport.retry_after_losses(fail)
     assert len(errors) == 100 - gathering._ATTEMPTS
 
 

@@ -111,7 +111,7 @@ class Gathering(Transport):
         self._address, self.workers = address, workers
         self._patience_seconds = patience_seconds
 
-    def repeat(self, begin: Callable[[], T]) -> T:
+    def retry_after_losses(self, begin: Callable[[], T]) -> T:
         """Return the result of ``begin``, which calls ``make_communicator`` and uses the result.
 
         Call it again if it fails because another worker is lost. After a failure ``begin`` has left
@@ -231,7 +231,7 @@ class Gathering(Transport):
         Only the living worker with the lowest identity proposes. Returns None if this
         worker cannot propose. Raises CommunicationTimeout after ``timeout_seconds``.
         """
-        decision, heartbeats = agreement.admit(Decision([], 0)), agreement.heartbeats
+        decision, heartbeats = agreement.find_newcomers(Decision([], 0)), agreement.heartbeats
         impatient = waited >= self._patience_seconds
         least = self.workers.least if impatient else self.workers.most
         if len(decision.members) >= least and decision.members[0] == agreement.worker:
