@@ -42,7 +42,7 @@ from offbeat.averaging.flow import Flow
 from offbeat.averaging.pace import Sizer
 from offbeat.averaging.votes import Round, Vote, summed_votes
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.quantization.kernels import BLOCK
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.message import (
     SINGLE_STAGE_WORKERS,
     ExactMessage,
