@@ -23,6 +23,9 @@ def draw_all(folder: Path = RESULTS) -> list[Path]:
         if tables.cells_of("headline", workload, folder):
             paths.append(IMAGES / f"race-{workload}.png")
             figures.draw(workload, paths[-1], folder)
+    if tables.sweeps(folder):
+        paths.append(IMAGES / "race-sweep.png")
+        figures.draw_sweep(paths[-1], folder)
     if (results := folder / "readme-digits.jsonl").exists():
         paths.append(IMAGES / "digits-100mbit.png")
         figures.draw_times(results, paths[-1])
