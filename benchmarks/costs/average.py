@@ -16,7 +16,7 @@ from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
 from offbeat.averaging import Replica, Worker
 from offbeat.averaging.averager import RoundAverager, Step
-from offbeat.averaging.exact_mean import ExactMean
+from offbeat.averaging.model_mean import ModelMean
 from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import GlobalModel
 from offbeat.strategies.local_sgd import LocalSGD
@@ -45,13 +45,13 @@ def measure(millions: int, repetitions: int) -> dict[str, list[float]]:
         LocalSGD(period=1), Worker(team, replica, [], Wire(team)), GlobalModel()
     )
     averager.start()
-    exact = ExactMean(team, replica)
+    exact = ModelMean(team, replica)
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     expected = torch.stack([p.detach().double().mean() for p in model.parameters()])
     dist.all_reduce(expected)
 
     def training() -> None:
-        flight = averager.begin(averager.parts, 1.0, lambda: float(team.size), [Step()])
+        flight = averager.begin_launch(averager.parts, 1.0, lambda: float(team.size), [Step()])
         for _ in flight.work:
             pass
         averager.send(flight)

@@ -254,7 +254,7 @@ class Agreement:
         Of ``present``, only workers that can all connect to each other are proposed. Returns the
         first proposal of any worker, which is the decision.
         """
-        admitted = self.admit(before)
+        admitted = self.find_newcomers(before)
 
         def propose() -> Decision:
             store = self.store.within(f"generation/{number}")
@@ -271,7 +271,7 @@ class Agreement:
 
         return self.call(propose)
 
-    def admit(self, before: Decision) -> Decision:
+    def find_newcomers(self, before: Decision) -> Decision:
         """Return a decision that admits the workers that ask to join, and no other worker.
 
         These are the workers that the decision ``before`` did not consider, which have written

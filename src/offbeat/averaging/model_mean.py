@@ -18,7 +18,7 @@ _Range = tuple[Flat, int, Future[Tensor]]
 """Tensors, the first number of a range of them, and the sum of this range over the workers."""
 
 
-class ExactMean:
+class ModelMean:
     """x ← Σ w·x / Σ w over the workers, where x is a worker's model and w its weight.
 
     Trainable parameters, floating-point and complex buffers are averaged (float16 and bfloat16 in
@@ -35,7 +35,7 @@ class ExactMean:
     def __init__(self, team: Team, replica: Replica) -> None:
         # In a node each process sends its copy of the model: a ring then sends no more to other
         # nodes than one process would.
-        self._team, self._copies, self._workers = team.replica_team, team.copies, team.size
+        self._team, self._copies, self._workers = team.replica_team, team.models_per_node, team.size
         self._replica = replica
 
     def consensus(self, weight: float, total: float, *, final: bool, what: str) -> None:

@@ -49,7 +49,7 @@ class LivenessCheck:
             thread.join(self._seconds)
         self._sends.clear()
 
-    def missing(self) -> tuple[list[int], list[int]]:
+    def lost_and_silent(self) -> tuple[list[int], list[int]]:
         """Check all other workers. Return the ranks of the lost and the ranks of the silent ones.
 
         Blocks for about ``seconds`` at most. Once a worker is found lost, the cause of the failure
