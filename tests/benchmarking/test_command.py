@@ -19,17 +19,10 @@ def test_every_cost_has_a_name() -> None:
     assert costs <= {*NAMES.values()}
 
 
-@pytest.mark.parametrize(("command", "known"), [(main, "trigger"), (papers, "speedup")])
+@pytest.mark.parametrize(("command", "known"), [(main, "codec"), (papers, "speedup")])
 def test_an_unknown_name_is_refused(
     command: Callable[[list[str]], None], known: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         command([known, "nonsense"])
     assert f"unknown: nonsense; there are {known}, " in capsys.readouterr().err
-
-
-def test_the_table_shows_saved_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--table", "attach"])
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "| benchmark | what | measured | target |"
-    assert shown[2].startswith("| attach | attach with a strategy that does nothing, per step | ")
