@@ -12,6 +12,7 @@ import sys
 from benchmarks.harness import HEADER, report
 
 NAMES = {
+    "trigger": "costs.trigger",
     "codec": "costs.codec",
     "step": "costs.step",
     "validation": "costs.validation",

@@ -19,7 +19,7 @@ def test_every_cost_has_a_name() -> None:
     assert costs <= {*NAMES.values()}
 
 
-@pytest.mark.parametrize(("command", "known"), [(main, "codec"), (papers, "speedup")])
+@pytest.mark.parametrize(("command", "known"), [(main, "trigger"), (papers, "speedup")])
 def test_an_unknown_name_is_refused(
     command: Callable[[list[str]], None], known: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
