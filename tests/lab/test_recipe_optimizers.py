@@ -14,8 +14,8 @@ from offbeat_lab.compare import run_and_record
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.recipes import Setup, find_recipe
+from offbeat_lab.recipes.models.transformers import ByteTransformer
 from offbeat_lab.recipes.optimizers import MuonWithAdamW, with_optimizer
-from offbeat_lab.recipes.stdlib_lm import ByteTransformer
 
 PLACE = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
 JOB = Job("tiny", "bsp", 2, evaluations=tiny.STEPS)
