@@ -81,7 +81,7 @@ def gather_in_order(rank: int, size: int, *, silence_seconds: float = 30.0) -> N
         if rank >= size:
             kept.wait([f"{kept.get('offbeat/elastic').decode()[1:-1]}/generation/0/decided"])
         agreement = make(*args, **options)
-        agreement.silence_seconds = min(agreement.silence_seconds, silence_seconds)
+        agreement.limits.usual = min(agreement.limits.usual, silence_seconds)
         assert agreement.worker == rank
         kept.set(f"number {rank}", "")
         gathering.Agreement = make  # type: ignore[misc] # this process may attach again

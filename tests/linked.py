@@ -176,12 +176,12 @@ def _consensus(sync: Any) -> None:
 def _connect(cell: Cell, index: int, port: int) -> None:
     import torch.distributed as dist
 
-    from offbeat.elastic import gathering, membership
+    from offbeat.elastic import membership, silence
 
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OFFBEAT_KERNELS": "0", "RES_OPTIONS": "attempts:0"}
     if cell.elastic:
         membership._STORE_SECONDS = 0.1
-        gathering._REFUSED_SECONDS = 0.5
+        silence.REFUSED_SECONDS = 0.5
         size = WORKERS - (cell.operation == "join")
         os.environ |= {"OFFBEAT_STORE": f"127.0.0.1:{port}", "OFFBEAT_WORKERS": str(size)}
         return

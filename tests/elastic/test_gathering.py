@@ -18,7 +18,7 @@ import torch.distributed as dist
 import offbeat
 from gathered import die, kill_at, meet, store
 from loops import close, error_of, sgd
-from offbeat.elastic import gathering, membership
+from offbeat.elastic import gathering, membership, silence
 from offbeat.elastic.address import WorkerCount
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import LATEST_TRAINING, Gathering
@@ -36,7 +36,7 @@ TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a tim
 def set_variables(workers: str, address: str | None = None) -> None:
     """Set the variables as a launcher does. Shorten what would make the tests wait."""
     membership._STORE_SECONDS = 0.1  # between two looks at the store
-    gathering._REFUSED_SECONDS = 0.5
+    silence.REFUSED_SECONDS = 0.5
     kept = ":".join((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]))
     os.environ.update(
         OFFBEAT_KERNELS="0",  # numba is slow to import

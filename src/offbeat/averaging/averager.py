@@ -34,15 +34,15 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.copies import Copies
 from offbeat.averaging.flat import Share, Slice, Space, cut, make_spaces
 from offbeat.averaging.flight import Flight, Part, Step, sections_of
 from offbeat.averaging.flow import Flow
+from offbeat.averaging.model_mean import BufferMean
 from offbeat.averaging.pace import Sizer
 from offbeat.averaging.votes import Round, Vote, summed_votes
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.quantization.kernels import BLOCK
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.message import (
     SINGLE_STAGE_WORKERS,
     ExactMessage,
@@ -290,7 +290,8 @@ class Averager(Flow):
         worker = self.worker
         if self.sends_buffers(flight):
             weight = flight.weight if flight.finite or not worker.guarded else 0.0
-            flight.buffers = BufferMean(worker, weight, what=f"buffers with {flight.message.what}")
+            what = f"buffers with {flight.message.what}"
+            flight.buffers = BufferMean(worker.team, worker.replica, weight, worker.step, what=what)
         flight.future = flight.message.start(vote)
         flight.sent_seconds = worker.team.host.now()
 
@@ -322,7 +323,7 @@ class Averager(Flow):
         if total and take:
             self._share(flight.parts)
             if flight.buffers is not None:
-                flight.buffers.write(total)
+                flight.buffers.write(total, worker.model_version)
         self._flying.remove(flight)
         for part in flight.parts:
             part.flight = None

@@ -48,12 +48,11 @@ from typing import Any, TypeVar
 
 from offbeat.elastic import reports
 from offbeat.elastic.heartbeats import HeartbeatConnections
+from offbeat.elastic.silence import SilenceLimits, machines_are_down
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import EndedError
 
 T = TypeVar("T")
-SILENCE_SECONDS = 30.0
-"""Longest time that arrived members wait for the others after the newest arrival."""
 _LEAVE_SECONDS = 1.0  # time limit of leave()
 _POLL_SECONDS = 0.01, 0.1  # pause between two reads of the store: the first, and the longest
 
@@ -148,12 +147,12 @@ class Agreement:
     Attributes:
         worker: Identity of this worker.
         heartbeats: Tells which members' processes have ended.
-        silence_seconds: Usual ``patience`` of ``decide``.
+        limits: Times after which a member that does not answer is given up.
     """
 
     def __init__(self, store: SharedStore, timeout_seconds: float) -> None:
         self.store, self.timeout_seconds = store, timeout_seconds
-        self.silence_seconds = min(SILENCE_SECONDS, timeout_seconds)
+        self.limits = SilenceLimits(timeout_seconds)
         self.heartbeats = HeartbeatConnections(timeout_seconds)
 
         def take() -> int:
@@ -168,13 +167,7 @@ class Agreement:
             raise
 
     def decide(
-        self,
-        number: int,
-        before: Decision,
-        patience: float,
-        arrival: Arrival,
-        *,
-        admits: bool = True,
+        self, number: int, before: Decision, limit: float, arrival: Arrival, *, admits: bool = True
     ) -> Decision:
         """Arrive at generation ``number`` and return the decision on it. Blocks.
 
@@ -183,8 +176,7 @@ class Agreement:
         Args:
             number: Number of the generation.
             before: Decision on the previous generation.
-            patience: Seconds to wait after the newest arrival. Then the arrived members exclude the
-                missing ones, if at least half have arrived. A minority waits ``timeout_seconds``.
+            limit: Time after which silent members are given up; see ``SilenceLimits.give_up``.
             arrival: Tells the others about this worker.
             admits: False if a proposal of this worker leaves newcomers to a later decision.
         """
@@ -217,18 +209,11 @@ class Agreement:
                 raise EndedError(f"rank {self.worker}: the others have ended the training")
             dead = self.heartbeats.dead()
             awaited, present = others - arrived - left - dead, {self.worker, *(arrived - dead)}
-            # A minority waits for timeout_seconds, so that a badly connected worker does not
-            # exclude all others. A majority waits for ``patience`` after each arrival, so that it
-            # does not exclude slightly late workers.
-            majority, now = len(present) >= len(awaited), time.monotonic()
-            if majority:
-                expired = now - last_arrival > patience
-            else:
-                expired = now - started > self.timeout_seconds
-            # A majority does not wait for machines that have lost their power or their network. If
-            # one of the arrived workers was silent, it was this worker's network.
-            silent = self.heartbeats.silent
-            down = majority and awaited <= silent and silent.isdisjoint(arrived)
+            now = time.monotonic()
+            expired = self.limits.give_up(
+                present, awaited, now - started, now - last_arrival, limit
+            )
+            down = machines_are_down(present, awaited, self.heartbeats.silent)
             if expired or ((down or not awaited) and self.worker == min(present)):
                 return self._propose(number, before, sorted(present), admits)
         raise AssertionError

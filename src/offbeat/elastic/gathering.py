@@ -41,6 +41,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from offbeat.elastic import silence
 from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
 from offbeat.elastic.agreement import Agreement, Decision, polls
 from offbeat.elastic.membership import StoreMembership, UnreachableError
@@ -56,7 +57,6 @@ logger = logging.getLogger("offbeat")
 LATEST_TRAINING = "offbeat/elastic"
 """Key in the store. Its value is the key prefix of the training that began last."""
 _STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
-_REFUSED_SECONDS = 5.0  # time after which members whose ports refuse connections count as dead
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
 
 
@@ -211,9 +211,9 @@ class Gathering(Transport):
             # A member whose process lives answers the request when it next steps. So members that
             # this worker cannot reach count as dead if they have not answered for a while.
             unanswered, lost = time.monotonic() - requested, set(gone)
-            if unanswered > _REFUSED_SECONDS:
+            if unanswered > silence.REFUSED_SECONDS:
                 lost |= heartbeats.refused
-            if unanswered > agreement.silence_seconds:
+            if unanswered > agreement.limits.usual:
                 lost |= unreachable
             if before.members and lost.issuperset(before.members):
                 return None
