@@ -35,11 +35,11 @@ def by_torch(model: nn.Module, sync: Any) -> None:
 WAYS = [by_sync, by_torch]
 
 
-def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: bool) -> Any:
+def trained(rank: int, size: int, clip: Callable[..., None], scaled: bool) -> Any:
     model = make_model(rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4) if scaled else None
-    sync = attach(model, optimizer, text, scaler=scaler)
+    sync = attach(model, optimizer, "bsp", scaler=scaler)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model, make_batch(rank, step))
@@ -62,7 +62,7 @@ def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: 
 def test_the_mean_is_clipped(clip: Callable[..., None], scaled: bool) -> None:
     """As under DDP, which averages before the clip."""
     expected = bsp_reference(2, "momentum", STEPS, MAX_NORM)[-1]
-    for model in run(trained, clip, "bsp", scaled, workers=2):
+    for model in run(trained, clip, scaled, workers=2):
         close(model, expected)
 
 
@@ -96,27 +96,32 @@ def test_a_loop_may_skip_a_step(keep: bool) -> None:
         assert counted == 4
 
 
-def replaced(rank: int, size: int) -> Tensor:
+def replaced(rank: int, size: int, clips: bool) -> Tensor:
     """Replace the gradients after backward, as optimizers for differential privacy do."""
     model = make_model(rank)
     optimizer = sgd(model)
-    with attach(model, optimizer, "bsp"):
+    with attach(model, optimizer, "bsp") as sync:
         loss_of(model, make_batch(rank, 0)).backward()
         for p, gradient in zip(
             model.parameters(), gradients(model, make_batch(rank, 0)), strict=True
         ):
             p.grad = 2 * gradient
+        if clips:
+            sync.clip_grad_norm_(MAX_NORM)
         optimizer.step()
     return flat(model)
 
 
-def test_gradients_that_the_loop_sets_are_averaged_at_the_step() -> None:
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_the_loop_sets_are_averaged_before_the_clip_or_step(clips: bool) -> None:
     def double(model: nn.Module) -> None:
         for p in model.parameters():
             p.grad *= 2  # type: ignore[operator]
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
     (expected,) = bsp_reference(2, "sgd", 1, change=double)
-    for result in run(replaced, workers=2):
+    for result in run(replaced, clips, workers=2):
         close(result, expected)
 
 
