@@ -15,8 +15,6 @@ from offbeat_lab.cli import runs
 from offbeat_lab.recipes import RECIPES, Setup, Task
 
 HUGE = "1" + 15 * "0"
-SIZES = "plan --parameters 25M --step-time 1ms"
-NET = f"{SIZES} --bandwidth 1gbit"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +24,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file").write_text("x")
     (folder / "dir").mkdir()
     (folder / "exit.py").write_text("raise SystemExit(3)\n")
-    (folder / "binary.py").write_bytes(bytes(range(256)))
     (folder / "file_strategy.py").write_text("raise RuntimeError('of\\nits own')\n")
     return folder
 
