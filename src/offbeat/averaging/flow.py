@@ -112,9 +112,6 @@ class Flow(ABC):
             True if this call synchronized the workers, for example averaged their gradients.
         """
 
-    def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:  # noqa: B027
-        """Handle a step that an optimizer has taken. Its gradients still exist."""
-
     def step_skipped(self) -> None:  # noqa: B027
         """Handle a step that all optimizers skipped. Called before ``step_ended``."""
 

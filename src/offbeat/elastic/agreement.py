@@ -41,7 +41,7 @@ training begin with this prefix, ``offbeat/elastic/<name>``:
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -51,19 +51,12 @@ from offbeat.elastic.heartbeats import HeartbeatConnections
 from offbeat.elastic.silence import SilenceLimits, machines_are_down
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import EndedError
+from offbeat.transport.torch_backend.store_access import polls
 
 T = TypeVar("T")
 _LEAVE_SECONDS = 1.0  # time limit of leave()
-_POLL_SECONDS = 0.01, 0.1  # pause between two reads of the store: the first, and the longest
-
-
-def polls() -> Iterator[None]:
-    """Yield at once, and then again after pauses that grow to 0.1 s."""
-    pause, longest = _POLL_SECONDS
-    while True:
-        yield
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
+POLL_SECONDS = 0.01, 0.1
+"""Pauses between two reads of the store: the first, and the longest."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +191,7 @@ class Agreement:
             return store.get("decided"), self.store.get("ended")
 
         self.call(arrive)
-        for _ in polls():
+        for _ in polls(*POLL_SECONDS):
             count = len(arrived)
             decided, ended = self.call(read)
             if len(arrived) > count:

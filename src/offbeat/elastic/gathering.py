@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from offbeat.elastic import silence
 from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
-from offbeat.elastic.agreement import Agreement, Decision, polls
+from offbeat.elastic.agreement import POLL_SECONDS, Agreement, Decision
 from offbeat.elastic.membership import StoreMembership, UnreachableError
 from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
@@ -51,6 +51,7 @@ from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import Generation, ModelLostError
 from offbeat.transport.torch_backend.network_interface import choose_interface
 from offbeat.transport.torch_backend.process_groups import ranks_text
+from offbeat.transport.torch_backend.store_access import polls
 
 T = TypeVar("T")
 logger = logging.getLogger("offbeat")
@@ -180,7 +181,7 @@ class Gathering(Transport):
             replaced = root.get(LATEST_TRAINING) != name
             return store.get("ended"), replaced, store.get(f"generation/{number + 1}/decided")
 
-        for _ in polls():
+        for _ in polls(*POLL_SECONDS):
             # Read ``dead`` before the decision. If all members of the generation ``before`` have
             # ended and there is no decision on the next one, no decision can follow.
             gone |= heartbeats.dead()

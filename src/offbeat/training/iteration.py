@@ -326,7 +326,6 @@ class Iteration:
         with self.guard:
             if not skipped:
                 self._skipped = False
-                self.flow.optimizer_stepped(worker.optimizers[index])
             self._prepared.discard(index)
             self._received.pop(index, None)
             self._stepped.add(index)
