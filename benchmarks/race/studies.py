@@ -109,7 +109,7 @@ FEATURES = {
     "skewed": Workload("cifar_cnn.py", "cifar10", 0.05, partition="label:3"),
 }
 """Workloads of ``features``."""
-DILOCO = "diloco:fragments=4,overlap=4"
+DILOCO = "diloco"
 HEADLINE = (
     *("ideal", "streaming", "async", "selsync", DILOCO, "local", "powersgd", "sparseloco", "bsp"),
     "bsp --wire float32",
@@ -162,7 +162,7 @@ MANY_IDEAL = {
 """Workload and number of workers → factors on the learning rate of the ideal in ``many``."""
 CORRECTED = (
     *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
-    f"{DILOCO},period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
+    f"{DILOCO}:fragments=4,overlap=4,period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
 )
 """Methods of ``adam``, each with and without longer steps. DiLoCo has the settings that were chosen
 without them."""

@@ -17,6 +17,7 @@ from benchmarks.race.studies import (
     DILOCO,
     EAGER,
     FEATURES,
+    HEADLINE,
     RATES,
     SWEEP,
     SWEEP_RATES,
@@ -209,6 +210,26 @@ def tuned(workload: str, folder: Path = RESULTS) -> str:
         for method, runs in found.items():
             settings = f"`{_settings(runs)}`"
             lines.append(_row(cell.link, NAMES[method], settings, runs, found["ideal"]))
+    return "\n".join(lines)
+
+
+def elsewhere(folder: Path = RESULTS) -> str:
+    """Return the table of ``elsewhere``, with the rate at which each method ends better."""
+    lines = _heading(
+        "training", "method", "settings", "half-way", "90 %", "98 %", "end", "end − ideal"
+    )
+    for workload, name in TRAININGS.items():
+        for cell in cells_of("elsewhere", workload, folder):
+            found, labels = runs_of(cell, folder), cell.methods(folder)
+            best = {
+                method: best_of([found[label] for label in labels[place :: len(HEADLINE)]])
+                for place, method in enumerate(HEADLINE)
+            }
+            where = "uneven links" if cell.uneven_links else f"{cell.workers} workers"
+            for method, runs in best.items():
+                first = f"{name}, {where}"
+                settings = f"`{_settings(runs)}`"
+                lines.append(_row(first, NAMES[method], settings, runs, best["ideal"]))
     return "\n".join(lines)
 
 

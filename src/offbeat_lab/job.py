@@ -1,7 +1,7 @@
 """``Job``: the settings of a training run, as used on the command line, by workers and in results.
 
 A *method* is what a run trains with: a strategy of this package or a *reference* to compare with. A
-*peer* is a reference of torch or another package, which runs its own code. A *runner* runs jobs on
+*peer* is a reference of torch, which runs its own code. A *runner* runs jobs on
 real or simulated workers.
 
 The command line builds its help from the fields of ``Job``. To show help quickly, this module
@@ -232,7 +232,6 @@ class Job:
         method = parse_method(self.strategy)
         if isinstance(method, Reference):
             self._check_refused(method)
-            method.require()
             return
         wire = self.wire or method.default_wire
         try:

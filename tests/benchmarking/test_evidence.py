@@ -19,6 +19,7 @@ CELLS = (
     Cell("many", "mnist", "50Mbit/s", workers=64, workers_per_node=8),
     Cell("sweep", "cnn", "1Gbit/s"),
     Cell("sweep", "cnn", "20Mbit/s"),
+    Cell("elsewhere", "cnn", "10Mbit/s", workers=16),
     Cell("features", "clipping", "50Mbit/s"),
     Cell("uneven", "mlp", "50Mbit/s", speeds="graded"),
 )
@@ -29,6 +30,8 @@ ENDS = (
     | {"ideal --lr-scale 16": 0.5, "streaming --lr-scale 8": 0.48},
     {"ideal": 0.5, "streaming": 0.49},
     {"streaming": 0.48},
+    {"ideal --lr-scale 2": 0.5, "ideal --lr-scale 4": 0.3, "bsp": 0.4, "bsp --lr-scale 2": 0.48}
+    | {"streaming": 0.49, "streaming --lr-scale 2": 0.4},
     {"ideal": 0.5, "streaming": 0.53},
     {"ideal": 0.5, "streaming": 0.43, "streaming --lr-scale 2": 0.53},
 )
@@ -60,10 +63,10 @@ def headline() -> list[Result]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a directory with results of three seeds. Most runs have two steps of 1 s."""
-    monkeypatch.setattr(studies, "HEADLINE", ("ideal", "streaming", tables.DDP))
     monkeypatch.setattr(Cell, "seeds", 3)
     monkeypatch.setattr(tables, "CELLS", CELLS)
     for module in (studies, tables):
+        monkeypatch.setattr(module, "HEADLINE", ("ideal", "streaming", tables.DDP))
         monkeypatch.setattr(module, "RATES", {("cnn", 16): (0.5, 1)})
         monkeypatch.setattr(module, "VARIANTS", {"cnn": ("ideal", "streaming")})
         monkeypatch.setattr(module, "UNEVEN", ("ideal", "streaming"))
@@ -112,6 +115,13 @@ SECTIONS = {
         "| CNN, SGD | 4 | 0.2 | 1.00 [1.00, 1.00] | 1.01 [1.01, 1.01] | never "
         "| 50.0 % | -1.0 [-1.0, -1.0] |",
         f"| CNN, SGD | 4 | 8.0 | {LATE}",
+    ),
+    "Sixteen workers and uneven links": (
+        "| CNN, SGD, 16 workers | ideal | `ideal --lr-scale 2` "
+        "| 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] | 51.0 % |  |",
+        "| CNN, SGD, 16 workers | streaming | `streaming` "
+        "| 1.00 [1.00, 1.00] | 1.01 [1.01, 1.01] | never | 50.0 % | -1.0 [-1.0, -1.0] |",
+        f"| CNN, SGD, 16 workers | DDP | `bsp --lr-scale 2` | {LATE}",
     ),
     "Many workers": (
         "| 64 in 8 nodes | 50Mbit/s | `ideal --lr-scale 16` "

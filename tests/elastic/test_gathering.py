@@ -18,7 +18,7 @@ import torch.distributed as dist
 import offbeat
 from gathered import die, kill_at, meet, store
 from loops import close, error_of, sgd
-from offbeat.elastic import gathering, membership
+from offbeat.elastic import gathering, membership, silence
 from offbeat.elastic.address import WorkerCount
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import LATEST_TRAINING, Gathering
@@ -36,7 +36,7 @@ TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a tim
 def set_variables(workers: str, address: str | None = None) -> None:
     """Set the variables as a launcher does. Shorten what would make the tests wait."""
     membership._STORE_SECONDS = 0.1  # between two looks at the store
-    gathering._REFUSED_SECONDS = 0.5
+    silence.REFUSED_SECONDS = 0.5
     kept = ":".join((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]))
     os.environ.update(
         OFFBEAT_KERNELS="0",  # numba is slow to import
@@ -274,6 +274,22 @@ def test_too_few_workers_raise() -> None:
         )
 
 
+def test_a_worker_that_does_not_begin_the_training_is_named(tmp_path: Path) -> None:
+    """It has taken the lowest number, so it has to propose generation 0, and does not."""
+    shared = SharedStore(dist.FileStore(f"{tmp_path}/store"), "here")
+    name = shared.put_if_absent(LATEST_TRAINING, f"{LATEST_TRAINING}/one")
+    suspended = Agreement(shared.within(name), 1.0)
+    transport = Gathering(f"file://{tmp_path}/store", WorkerCount.parse("2"))
+    with pytest.raises(CommunicationTimeout) as caught:
+        transport.make_communicator(0.3)
+    assert re.match(
+        "gathering failed: 2 workers have come to file://.*/store, but rank 0 has not begun the "
+        "training with them within timeout_seconds=0.3: it is suspended, or it cannot connect",
+        str(caught.value),
+    )
+    suspended.heartbeats.close()
+
+
 # -- deaths and restarts --------------------------------------------------------------------------
 
 
@@ -450,11 +466,11 @@ def test_a_number_without_an_address_delays_no_one() -> None:
     others = [Agreement(shared, 1.0) for _ in range(2)]
     assert shared.count("numbers") == 2
     one = Agreement(shared, 1.0)
-    decision = one.admit(Decision([0], 1))
+    decision = one.find_newcomers(Decision([0], 1))
     assert decision == Decision([1, 3], 4, unannounced=[2])
     assert [decision.considers(worker) for worker in range(1, 5)] == [True, False, True, False]
     shared.put("address/2", others[0].heartbeats.address)
-    assert one.admit(decision) == Decision([2], 4)
+    assert one.find_newcomers(decision) == Decision([2], 4)
 
 
 def test_attempts_are_repeated_after_a_loss_only() -> None:
@@ -467,15 +483,15 @@ def test_attempts_are_repeated_after_a_loss_only() -> None:
             raise errors.pop()
         return "begun"
 
-    assert transport.repeat(fail) == "begun"
+    assert transport.retry_after_losses(fail) == "begun"
     for kind in (CommunicationTimeout, StoreLostError, EndedError, AttachError):
         errors[:] = [kind("not repeated")]
         with pytest.raises(kind):
-            transport.repeat(fail)
+            transport.retry_after_losses(fail)
         assert errors == []
     errors[:] = [CommunicationError("a worker died")] * 100
     with pytest.raises(CommunicationError):
-        transport.repeat(fail)
+        transport.retry_after_losses(fail)
     assert len(errors) == 100 - gathering._ATTEMPTS
 
 

@@ -144,7 +144,7 @@ def test_the_best_known_settings_fit_into_every_budget(method: str) -> None:
 
 POSITIONS: dict[str, dict[str, Sequence[Any]]] = {
     "async": {"wire": WIRES, "schedule": ("cyclic", "eager"), "staleness": (2, 32)},
-    "diloco": {"outer_lr": (0.35, 1.4), "outer_momentum": (0, 0.9), "period": (1, 64)},
+    "diloco": {"outer_lr": (0.25, 2), "outer_momentum": (0, 0.875), "period": (4, 64)},
     "selsync": {"wire": WIRES[:2], "target_lssr": (0.2, 0.6, 0.975)},
     "local": {"wire": WIRES[1:], "period": (1, 4, 64)},
     "powersgd": {"rank": (1, 4, 32)},

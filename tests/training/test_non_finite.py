@@ -87,27 +87,20 @@ def test_nan_in_statistics_alone_counts_as_non_finite(
         assert not spoiled
 
 
-class Overflowing(torch.optim.SGD):
-    """Leaves a NaN in the model if ``bad`` is set, although the gradients are finite."""
-
-    bad = False
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        if self.bad:
-            with torch.no_grad():
-                self.param_groups[0]["params"][-1].fill_(math.nan)
-
-
-def overflow(rank: int, size: int, text: str) -> tuple[Tensor, str]:
-    model = make_model(seed=0)
-    optimizer = Overflowing(model.parameters(), lr=0.05)
-    sync = attach(model, optimizer, text)
+def overflow(rank: int, size: int, text: str, wire: str) -> tuple[Tensor, str]:
+    """Take a step whose gradients are finite, with a learning rate at which the model is not."""
+    torch.manual_seed(rank)
+    model = nn.Linear(16, 256)  # large enough for few bits
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = attach(model, optimizer, text, wire=wire)
 
     def loop() -> None:
         for step in range(10):
-            optimizer.bad = (rank, step) == (BAD_RANK, 3)
-            train_step(model, optimizer, make_batch(rank, step))
+            bad = (rank, step) == (BAD_RANK, 3)
+            optimizer.param_groups[0]["lr"] = 1e38 if bad else 0.05
+            optimizer.zero_grad()
+            ((1e6 if bad else 1) * model(torch.randn(8, 16)).square().mean()).backward()
+            optimizer.step()
         sync.finish()
 
     _, error = error_of(loop)
@@ -115,11 +108,12 @@ def overflow(rank: int, size: int, text: str) -> tuple[Tensor, str]:
     return flat(model), error
 
 
+@pytest.mark.parametrize("wire", ["float32", "int2"])
 @pytest.mark.parametrize(
     "text", ["streaming:schedule=cyclic,staleness=4", "streaming", "diloco:period=4"]
 )
-def test_what_becomes_nan_after_the_vote_reaches_no_other_worker(text: str) -> None:
-    for rank, (model, error) in enumerate(simulated(overflow, text, workers=3)):
+def test_what_overflows_after_the_vote_reaches_no_other_worker(text: str, wire: str) -> None:
+    for rank, (model, error) in enumerate(simulated(overflow, text, wire, workers=3)):
         assert error.startswith("rank 1 would contribute NaN or infinity to the mean at step ")
         assert rank == BAD_RANK or model.isfinite().all()
 

@@ -41,6 +41,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from offbeat.elastic import silence
 from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
 from offbeat.elastic.agreement import Agreement, Decision, polls
 from offbeat.elastic.membership import StoreMembership, UnreachableError
@@ -56,7 +57,6 @@ logger = logging.getLogger("offbeat")
 LATEST_TRAINING = "offbeat/elastic"
 """Key in the store. Its value is the key prefix of the training that began last."""
 _STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
-_REFUSED_SECONDS = 5.0  # time after which members whose ports refuse connections count as dead
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
 
 
@@ -111,7 +111,7 @@ class Gathering(Transport):
         self._address, self.workers = address, workers
         self._patience_seconds = patience_seconds
 
-    def repeat(self, begin: Callable[[], T]) -> T:
+    def retry_after_losses(self, begin: Callable[[], T]) -> T:
         """Return the result of ``begin``, which calls ``make_communicator`` and uses the result.
 
         Call it again if it fails because another worker is lost. After a failure ``begin`` has left
@@ -211,9 +211,9 @@ class Gathering(Transport):
             # A member whose process lives answers the request when it next steps. So members that
             # this worker cannot reach count as dead if they have not answered for a while.
             unanswered, lost = time.monotonic() - requested, set(gone)
-            if unanswered > _REFUSED_SECONDS:
+            if unanswered > silence.REFUSED_SECONDS:
                 lost |= heartbeats.refused
-            if unanswered > agreement.silence_seconds:
+            if unanswered > agreement.limits.usual:
                 lost |= unreachable
             if before.members and lost.issuperset(before.members):
                 return None
@@ -231,20 +231,27 @@ class Gathering(Transport):
         Only the living worker with the lowest identity proposes. Returns None if this
         worker cannot propose. Raises CommunicationTimeout after ``timeout_seconds``.
         """
-        decision, heartbeats = agreement.admit(Decision([], 0)), agreement.heartbeats
+        decision, heartbeats = agreement.find_newcomers(Decision([], 0)), agreement.heartbeats
         impatient = waited >= self._patience_seconds
         least = self.workers.least if impatient else self.workers.most
         if len(decision.members) >= least and decision.members[0] == agreement.worker:
             write = agreement.store.put_if_absent
             return agreement.call(partial(write, "generation/0/decided", vars(decision)))
         if waited > agreement.timeout_seconds:
+            members, limit = decision.members, f"timeout_seconds={agreement.timeout_seconds:g}"
+            if len(members) >= least:
+                raise CommunicationTimeout(
+                    f"gathering failed: {len(members)} workers have come to {self._address}, but "
+                    f"rank {members[0]} has not begun the training with them within {limit}: it is "
+                    "suspended, or it cannot connect to the others; end that process, or name the "
+                    "network interface that joins the workers in GLOO_SOCKET_IFNAME"
+                )
             text = (
-                f"gathering failed: {len(decision.members)} of {self.workers.most} workers have "
-                f"come to {self._address} within timeout_seconds={agreement.timeout_seconds:g}"
+                f"gathering failed: {len(members)} of {self.workers.most} workers have come to "
+                f"{self._address} within {limit}"
             )
             silent = {*range(decision.next_identity)}.difference(
-                *(decision.members, decision.unannounced),
-                *(heartbeats.refused, heartbeats.dead()),
+                members, decision.unannounced, heartbeats.refused, heartbeats.dead()
             )
             if silent:
                 text += (

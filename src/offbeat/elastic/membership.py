@@ -25,13 +25,14 @@ from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from offbeat.transport.torch_backend.torch_store import TorchStore
 
 logger = logging.getLogger("offbeat")
-_RETRY_SILENCE_SECONDS = 3.0  # wait for members that did not answer during the last opening
 _CLOSING_SECONDS = 5.0  # longest wait for the threads of a generation that has ended
 _STORE_SECONDS = 0.25  # time between two reads of the store
 _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
-# Least time from a membership change to the next one that a newcomer causes, in durations of that
+# Least time from a membership change to the next one that admits a newcomer, in durations of that
 # change. So newcomers that vanish again and again leave training four fifths of the time, or less
-# if a change takes longer than a sixteenth of ``silence_seconds``, which bounds the pause.
+# if a change takes longer than a sixteenth of ``limits.usual``, which bounds the pause. The pause
+# begins with the first attempt to open a generation. Otherwise one change would continue as long as
+# newcomers come and vanish.
 _TRAINING_SHARE = 4.0
 
 
@@ -51,11 +52,11 @@ class StoreMembership:
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement, self._worker = agreement, agreement.worker
-        self._silence_seconds = agreement.silence_seconds
+        self._limits = agreement.limits
         self._decision = Decision([], 0)  # on the current generation
         self._member_died = False
         self._last_check = 0.0
-        self._pause_end = 0.0  # requests of newcomers are ignored until then
+        self._pause_end = 0.0  # no newcomer is admitted until then
         self._opened = math.inf  # time of the opening of a generation that has not begun to train
 
     # -- generations -------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ class StoreMembership:
     def enter(self, number: int, decision: Decision) -> Generation:
         """Open generation ``number``: connect to its members. A collective of the members.
 
-        Fails if a member does not take part within ``silence_seconds``.
+        Fails if a member does not take part within ``limits.usual``.
         """
         agreement, members = self._agreement, tuple(decision.members)
         agreement.connect_heartbeats(members)
@@ -74,7 +75,7 @@ class StoreMembership:
                 logger.warning(
                     "rank %d has no heartbeat connection to %s: its death is noticed only as "
                     "silence, after %g s",
-                    *(self._worker, ranks_text(unreachable), self._silence_seconds),
+                    *(self._worker, ranks_text(unreachable), self._limits.usual),
                 )
         except BaseException:
             communicator.close()
@@ -111,16 +112,16 @@ class StoreMembership:
                 len(members),
                 f"generation/{number}/groups",
                 itertools.count(),
-                opening_seconds=self._silence_seconds,
+                opening_seconds=self._limits.usual,
                 lost=partial(self._lost_ranks, members, first=number == 0),
                 abandoned_key=f"generation/{number + 1}/begun",
             )
             # A worker closes its communicator before it arrives at the next generation. If closing
-            # took longer than ``silence_seconds``, the others would continue without this worker.
+            # took longer than ``limits.usual``, the others would continue without this worker.
             communicator = TorchCommunicator(
                 factory,
                 timeout_seconds=agreement.timeout_seconds,
-                closing_seconds=min(_CLOSING_SECONDS, self._silence_seconds / 4),
+                closing_seconds=min(_CLOSING_SECONDS, self._limits.usual / 4),
             )
         communicator.membership = self
         return communicator
@@ -143,13 +144,7 @@ class StoreMembership:
     def next_generation(self, *, step: int) -> Generation:
         """Agree on the next generation and open it; see ``Membership.next_generation``."""
         self._poll.close()
-        began = time.monotonic()
-        entered = self._enter_after(self.generation.number, self._decision, step=step)
-        now = time.monotonic()
-        # The others wait ``silence_seconds`` for a member that has not noticed the request.
-        pause = min(_TRAINING_SHARE * (now - began), self._silence_seconds / 4)
-        self._pause_end = now + pause
-        return entered
+        return self._enter_after(self.generation.number, self._decision, step=step)
 
     def _enter_after(self, generation: int, before: Decision, *, step: int | None) -> Generation:
         """Agree on the generation after ``generation`` and open it. If that fails, try later ones.
@@ -159,14 +154,15 @@ class StoreMembership:
             before: Decision on generation ``generation``.
             step: Number of steps that this worker has taken; None if it was in no generation yet.
         """
-        started, patience, unreachable = time.monotonic(), self._silence_seconds, list[int]()
+        started, limit, unreachable = time.monotonic(), self._limits.usual, list[int]()
         # In a generation that has not begun to train, members wait for others, and return pings.
-        if started - self._opened > 0.9 * self._silence_seconds:
+        if self._limits.nearly_reached(started - self._opened):
             unreachable = self._agreement.unreachable(before.members)
         arrival = Arrival(step is None, unreachable)
         for number in itertools.count(generation + 1):
             earlier = before.members
-            before = self._agreement.decide(number, before, patience, arrival)
+            admits = time.monotonic() >= self._pause_end
+            before = self._agreement.decide(number, before, limit, arrival, admits=admits)
             if self._worker not in before.members:
                 raise self._left_behind(number, before, step)
             lost = [w for w in earlier if w not in before.members + before.disconnected]
@@ -174,7 +170,7 @@ class StoreMembership:
                 logger.warning(
                     "rank %d: generation %d continues without %s, which ended or did not answer "
                     "within %g s",
-                    *(self._worker, number, ranks_text(lost), patience),
+                    *(self._worker, number, ranks_text(lost), limit),
                 )
             if before.disconnected:
                 logger.warning(
@@ -192,25 +188,24 @@ class StoreMembership:
                 logger.info(
                     "rank %d: generation %d was not opened: %s", self._worker, number, error
                 )
-                now, reason = time.monotonic(), str(error)
-            # A member that stops answering after it has arrived may cost ``silence_seconds`` three
-            # times: the others wait for its proposal, then for the opening of the generation to
-            # fail, and then for its arrival at the next generation.
-            longest = (
-                max(self._agreement.timeout_seconds, 3 * self._silence_seconds)
-                + self._silence_seconds
-            )
+                reason = str(error)
+            finally:
+                now = time.monotonic()
+                # The others wait ``limits.usual`` for a member that has not noticed the request.
+                pause = min(_TRAINING_SHARE * (now - started), self._limits.usual / 4)
+                self._pause_end = now + pause
+            longest = self._limits.agreement
             if now - started > longest and not self._agreement.is_decided(number + 1):
                 raise CommunicationTimeout(
                     f"rank {self._worker}: agreeing on the next generation failed after "
                     f"{now - started:.1f} s, more than the {longest:g} s that "
                     f"timeout_seconds={self._agreement.timeout_seconds:g} allows: {reason}"
                 )
-            patience, unreachable = self._silence_seconds, []
-            if now - opening > 0.9 * self._silence_seconds:
+            limit, unreachable = self._limits.usual, []
+            if self._limits.nearly_reached(now - opening):
                 # A member has not answered during the whole opening, so wait less for it now. Or
                 # some members cannot connect to each other.
-                patience = min(_RETRY_SILENCE_SECONDS, self._silence_seconds)
+                limit = self._limits.retry
                 unreachable = self._agreement.unreachable(before.members)
             arrival = Arrival(step is None, unreachable)
         raise AssertionError
@@ -219,7 +214,7 @@ class StoreMembership:
         """Return the error of a worker that the ``decision`` on generation ``number`` excludes."""
         kind = CommunicationError
         reason = (
-            f"The others wait {self._silence_seconds:g} s for a silent worker (timeout_seconds, "
+            f"The others wait {self._limits.usual:g} s for a silent worker (timeout_seconds, "
             "but at most 30 s)"
         )
         if self._worker in decision.disconnected:

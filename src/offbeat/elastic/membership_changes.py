@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from offbeat.averaging import flow_of
-from offbeat.averaging.exact_mean import ExactMean
+from offbeat.averaging.model_mean import ModelMean
 from offbeat.averaging.rounds import VoteCheck
 from offbeat.checkpoint.plain_values import load, save
 from offbeat.checkpoint.worker_state import WorkerState
@@ -237,7 +237,7 @@ class MembershipChanges:
         if averaged:
             weight, total = float(team.rank in averaged), float(len(averaged))
             what = f"mean of the models at the beginning of generation {team.generation}"
-            ExactMean(team, worker.replica).average(weight, total, what=what)
+            ModelMean(team, worker.replica).average(weight, total, what=what)
         self._progress, self._contributes = [team.generation, 0, 0], False
         worker.open_generation(Wire(team, self._precision))
         worker.start_step = source.step

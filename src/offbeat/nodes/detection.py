@@ -67,7 +67,7 @@ def open_nodes(
         reported = everyone.gather_bytes(
             json.dumps(_reported_node(group, node_group)).encode(), what="comparison of the nodes"
         )
-        nodes = layout([json.loads(report) for report in reported])
+        nodes = group_into_nodes([json.loads(report) for report in reported])
         members = next(members for members in nodes if everyone.rank in members)
         if len(members) == 1 or not needed:
             opened: tuple[Communicator, Node | None] = everyone, None
@@ -172,7 +172,7 @@ def _node_from_environment(rank: int, size: int) -> list[int] | str:
     return list(range(first, first + workers))
 
 
-def layout(reported: Sequence[list[int] | str]) -> list[list[int]]:
+def group_into_nodes(reported: Sequence[list[int] | str]) -> list[list[int]]:
     """Return the ranks of each node. Nodes are ordered by their lowest rank.
 
     Args:

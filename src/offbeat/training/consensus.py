@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.averaging import Replica, Worker
-from offbeat.averaging.exact_mean import ExactMean
+from offbeat.averaging.model_mean import ModelMean
 from offbeat.averaging.votes import ALSO, UNAVERAGED, Round
 from offbeat.errors import (
     AttachError,
@@ -240,7 +240,7 @@ class Consensus:
         """Replace ``also`` by its mean. A failure may leave some tensors averaged."""
         team = self._worker.team
         if team.size > 1:
-            ExactMean(team, also).show(1.0, team.size, what="consensus of the modules in also")
+            ModelMean(team, also).show(1.0, team.size, what="consensus of the modules in also")
             copy_rank_0(team, also.other_buffers())
 
     def restore(self, local: Snapshot, also: Replica) -> None:

@@ -49,7 +49,7 @@ class Unaveraged:
         """
         worker, everyone = self._worker, self._worker.team.everyone
         worker.replica.included = ()
-        (changed,) = worker.team.agree(float(sums.has(UNAVERAGED)))
+        (changed,) = worker.team.maximum_over_node(float(sums.has(UNAVERAGED)))
         if not changed:
             return
         rows = {

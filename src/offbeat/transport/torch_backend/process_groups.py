@@ -167,8 +167,7 @@ class GroupFactory:
         if backend != "gloo":
             limit = timedelta(seconds=seconds)
             return dist.new_group(self._members, limit, backend, use_local_synchronization=True)
-        # Gloo waits five times its limit for a member that connects to this one. Python must wait
-        # for that at exit, so the limit is a fifth.
+        # Gloo waits five times its limit for a member that connects to this one.
         limit = timedelta(seconds=min(seconds, max(_GLOO_SECONDS, seconds / 5)))
         # This thread polls the store while gloo uses it, so each needs its own connection.
         store = self._ask(self.store.clone)
@@ -185,7 +184,6 @@ class GroupFactory:
                 name="opening of a group",
                 poll=poll,
                 interval_seconds=_POLL_SECONDS[1],
-                deadline=time.monotonic() + 5 * limit.total_seconds() + _MARGIN_SECONDS,
             )
         except RuntimeError as error:
             if not isinstance(error, OpeningError):
