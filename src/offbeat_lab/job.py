@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.extend import Precision, check_settings, setting, types_of
-from offbeat_lab.options import OptimizerName, Option, Panel, option, option_of
+from offbeat_lab.options import Option, Panel, option, option_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -140,12 +140,6 @@ class Job:
         "Lengthen local steps of Adam.",
         unset="on if models are averaged",
     )
-    optimizer: OptimizerName | None = option(
-        Panel.STRATEGIES,
-        "sgd, adamw, muon (AdamW for all but hidden matrices).",
-        metavar="NAME",
-        unset="the recipe's",
-    )
 
     def setup(self) -> "Setup":
         """Return the argument of the recipe's ``build``."""
@@ -154,14 +148,13 @@ class Job:
         recipe = find_recipe(self.recipe)
         epochs = recipe.epochs if self.epochs is None else self.epochs
         data = Path(self.data) if self.data else None
-        return Setup(self.workers, epochs, self.seed, data, self.optimizer)
+        return Setup(self.workers, epochs, self.seed, data)
 
     def check(self, task: "Task | None" = None) -> "Task":
         """Find mistakes before a worker starts, and return the task.
 
         Args:
-            task: A task already built with the same recipe, data and workers. None: build it. A
-                job with its own optimizer builds it in any case, because its model may not fit.
+            task: A task already built with the same recipe, data and workers. None: build it.
         """
         from offbeat_lab.recipes import find_recipe
         from offbeat_lab.recipes.custom import try_out
@@ -173,7 +166,7 @@ class Job:
         self._check_leases()
         recipe = find_recipe(self.recipe)
         recipe.check_data(self.data)
-        if task is None or self.optimizer is not None:
+        if task is None:
             task = recipe.build(self.setup())
             if recipe.file is not None:
                 try_out(recipe, task)
