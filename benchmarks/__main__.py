@@ -9,18 +9,12 @@ import importlib
 import signal
 import sys
 
-from benchmarks.harness import HEADER, markdown, report
+from benchmarks.harness import HEADER, report
 
 NAMES = {
     "trigger": "costs.trigger",
-    "attach": "costs.attach",
-    "average": "costs.average",
     "codec": "costs.codec",
-    "bsp": "costs.bsp",
-    "memory": "costs.memory",
-    "beside": "costs.beside",
-    "gpu": "costs.gpu",
-    "overhead": "costs.overhead",
+    "step": "costs.step",
     "validation": "costs.validation",
     "availability": "launched.availability",
     "start": "launched.start",
@@ -36,14 +30,10 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help=f"of {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
-    parser.add_argument("--table", action="store_true", help="only print the saved figures")
     options = parser.parse_args(argv)
     unknown = set(options.names) - set(NAMES)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    if options.table:
-        print(markdown(options.names))
-        return
     print(HEADER)
     for name in options.names:
         module = importlib.import_module(f"benchmarks.{NAMES[name]}")

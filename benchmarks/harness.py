@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import random
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -78,14 +77,6 @@ def interleave(
     return seconds
 
 
-def slowest(workers: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
-    """Return, for each function and repetition, the time of the slowest worker."""
-    return {
-        name: [max(times) for times in zip(*(w[name] for w in workers), strict=True)]
-        for name in workers[0]
-    }
-
-
 def compare(ours: list[float], theirs: list[float]) -> tuple[float, dict[str, Any]]:
     """Return the ratio of the medians, and the figures that it was computed from."""
     pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
@@ -120,32 +111,10 @@ def report(results: Sequence[Result], *, save: bool = True) -> None:
     for result in results:
         target = "" if result.target is None else f"{result.target:g}"
         met = {None: "", True: "yes", False: "no"}[result.met]
-        shown = _shown(result.value, result.unit)
-        print(f"{result.benchmark:10} {result.what:66} {shown:>10} {target:>8}  {met}", flush=True)
+        value = f"{result.value:.1f} {result.unit}" if result.unit else f"{result.value:.3f}"
+        print(f"{result.benchmark:10} {result.what:66} {value:>10} {target:>8}  {met}", flush=True)
         if save:
             RESULTS.mkdir(exist_ok=True)
             line = {**asdict(result), "met": result.met, "machine": machine()}
             with (RESULTS / f"{result.benchmark}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
-
-
-def markdown(names: Sequence[str]) -> str:
-    """Return the latest saved figures of these benchmarks as a Markdown table."""
-    lines = ["| benchmark | what | measured | target |", "|---|---|---|---|"]
-    for name in names:
-        latest: dict[str, dict[str, Any]] = {}
-        path = RESULTS / f"{name}.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else []:
-            row = json.loads(line)
-            what = re.sub(r" \(measured [0-9.]+\), [0-9]+Mbit/s", "", row["what"])
-            latest[what] = row
-        for what, row in latest.items():
-            shown = _shown(row["value"], row["unit"])
-            target = "" if row["target"] is None else f"≤ {row['target']:g}"
-            met = {None: "", True: " ✓", False: " ✗"}[row["met"]]
-            lines.append(f"| {name} | {what} | {shown}{met} | {target} |")
-    return "\n".join(lines)
-
-
-def _shown(value: float, unit: str) -> str:
-    return f"{value:.1f} {unit}" if unit else f"{value:.3f}"

@@ -23,6 +23,9 @@ def draw_all(folder: Path = RESULTS) -> list[Path]:
         if tables.cells_of("headline", workload, folder):
             paths.append(IMAGES / f"race-{workload}.png")
             figures.draw(workload, paths[-1], folder)
+    if tables.sweeps(folder):
+        paths.append(IMAGES / "race-sweep.png")
+        figures.draw_sweep(paths[-1], folder)
     if (results := folder / "readme-digits.jsonl").exists():
         paths.append(IMAGES / "digits-100mbit.png")
         figures.draw_times(results, paths[-1])
@@ -38,10 +41,12 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         found[f"{name}, other learning rates"] = tables.rates(workload, folder)
     found |= {
         "From fast to slow links": tables.sweep(folder),
+        "Sixteen workers and uneven links": tables.elsewhere(folder),
         "Streaming averaging, taken apart": tables.parts(folder),
         "Longer steps of Adam": tables.adam(folder),
         "Many workers": tables.many(folder),
         "Other trainings": tables.features(folder),
+        "Skewed labels": tables.skewed(folder),
         "Uneven machines": tables.uneven(folder),
         "A worker dies, another one joins": tables.elastic(folder),
     }

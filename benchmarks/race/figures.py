@@ -1,11 +1,21 @@
-"""Figures of comparisons: the headline, and the bars of the README."""
+"""Figures of comparisons: the headline, the sweep of links, and the bars of the README."""
 
+import math
 import statistics
 from pathlib import Path
 
 from benchmarks.harness import RESULTS
 from benchmarks.race.studies import HEADLINE
-from benchmarks.race.tables import NAMES, cells_of, differences, runs_of
+from benchmarks.race.tables import (
+    NAMES,
+    SHARE,
+    TRAININGS,
+    cells_of,
+    differences,
+    runs_of,
+    slowdowns,
+    sweeps,
+)
 from offbeat.extend import new_figure
 from offbeat_lab.report.intervals import interval_of
 from offbeat_lab.report.plots import colours_of
@@ -22,7 +32,9 @@ def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:
     figure, axes = new_figure(4.8, 3.2, dpi=120)
     cells = [runs_of(cell, folder) for cell in cells_of("headline", workload, folder)]
     methods = HEADLINE[1:]
-    for mark, method, colour in zip("osD^", methods, colours_of(methods), strict=True):
+    for mark, method, colour in zip(
+        "osD^v<>PX*"[: len(methods)], methods, colours_of(methods), strict=True
+    ):
         times, ends = [], []
         for found in cells:
             seconds = [
@@ -52,6 +64,63 @@ def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:
         axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", frameon=False, ncols=4)
+    figure.savefig(path)
+
+
+MODELS = {
+    "124 M, 1 Gbit/s, 0.5 s": 124e6 * 32 / 1e9 / 0.5,
+    "1 B, 10 Gbit/s, 1 s": 1e9 * 32 / 10e9 / 1,
+    "7 B, 25 Gbit/s, 5 s": 7e9 * 32 / 25e9 / 5,
+    "LoRA of 20 M, 1 Gbit/s, 2 s": 20e6 * 32 / 1e9 / 2,
+}
+"""Trained parameters, link and time of a step → S, the steps that sending them in float32 takes."""
+
+
+def draw_sweep(path: Path, folder: Path = RESULTS) -> None:
+    """Draw time and end of the default against S, with a column for each workload.
+
+    Points of the upper row are mean slowdowns to 90 %; a run that never arrives has none. The lower
+    row has the differences of the final metric with intervals. Vertical lines show ``MODELS``.
+    """
+    found = sweeps(folder)
+    shown = [each for each in TRAININGS if any(workload == each for workload, _ in found)]
+    figure, axes = new_figure(9, 5.2, dpi=120)
+    axes.remove()
+    upper, lower = figure.subplots(2, len(shown), sharex=True, squeeze=False)
+    for time, end, workload in zip(upper, lower, shown, strict=True):
+        for (_, workers), rows in (
+            (key, rows) for key, rows in found.items() if key[0] == workload
+        ):
+            label, steps = f"{workers} workers", [s for s, _, _ in rows]
+            slow = [slowdowns(runs, ideal, SHARE) for _, runs, ideal in rows]
+            means = [math.nan if None in one else statistics.fmean(one) for one in slow]
+            time.plot(steps, means, "o-", markersize=4, label=label)
+            ends = [interval_of(differences(runs, ideal)) for _, runs, ideal in rows]
+            low, high = [e.mean - e.low for e in ends], [e.high - e.mean for e in ends]
+            middle = [e.mean for e in ends]
+            end.errorbar(steps, middle, yerr=[low, high], fmt="o-", markersize=4, label=label)
+        for text, steps in MODELS.items():
+            time.axvline(steps, color="0.6", linewidth=0.8, linestyle=":")
+            end.axvline(steps, color="0.6", linewidth=0.8, linestyle=":")
+            time.annotate(
+                text,
+                (steps, 1),
+                (2, -2),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                rotation=90,
+                va="top",
+                fontsize="x-small",
+                color="0.4",
+            )
+        time.set(title=TRAININGS[workload], xscale="log")
+        better = any(next(iter(ideal.values())).higher_is_better for *_, ideal in rows)
+        end.set(xlabel="S: time to send the model in float32, in steps")
+        end.set_ylabel("accuracy − the ideal's, points" if better else "bits − the ideal's")
+        if not better:
+            end.invert_yaxis()
+    upper[0].set_ylabel("time to 90 % / the ideal's")
+    upper[0].legend(frameon=False, fontsize="small", loc="center left")
     figure.savefig(path)
 
 

@@ -17,6 +17,7 @@ from benchmarks.race.studies import (
     DILOCO,
     EAGER,
     FEATURES,
+    HEADLINE,
     RATES,
     SWEEP,
     SWEEP_RATES,
@@ -209,6 +210,26 @@ def tuned(workload: str, folder: Path = RESULTS) -> str:
         for method, runs in found.items():
             settings = f"`{_settings(runs)}`"
             lines.append(_row(cell.link, NAMES[method], settings, runs, found["ideal"]))
+    return "\n".join(lines)
+
+
+def elsewhere(folder: Path = RESULTS) -> str:
+    """Return the table of ``elsewhere``, with the rate at which each method ends better."""
+    lines = _heading(
+        "training", "method", "settings", "half-way", "90 %", "98 %", "end", "end − ideal"
+    )
+    for workload, name in TRAININGS.items():
+        for cell in cells_of("elsewhere", workload, folder):
+            found, labels = runs_of(cell, folder), cell.methods(folder)
+            best = {
+                method: best_of([found[label] for label in labels[place :: len(HEADLINE)]])
+                for place, method in enumerate(HEADLINE)
+            }
+            where = "uneven links" if cell.uneven_links else f"{cell.workers} workers"
+            for method, runs in best.items():
+                first = f"{name}, {where}"
+                settings = f"`{_settings(runs)}`"
+                lines.append(_row(first, NAMES[method], settings, runs, best["ideal"]))
     return "\n".join(lines)
 
 
@@ -407,12 +428,25 @@ def elastic(folder: Path = RESULTS) -> str:
             found = runs_of(cell, folder)
             ideal = next(runs for method, runs in found.items() if method.startswith("ideal"))
             for method, runs in found.items():
-                whole = summary([run.seconds / best.seconds for run, best in pairs(runs, ideal)])
-                time, difference = _time_and_end(runs, ideal)
-                shown = [whole, time, end(runs) if runs is ideal else difference]
                 label = method.removesuffix(f" --lr-scale {UNEVEN_RATE}")
-                lines.append(f"| {name} | `{label}` | {' | '.join(shown)} |")
+                lines.append(f"| {name} {_whole_run(label, runs, ideal)}")
     return "\n".join(lines)
+
+
+def skewed(folder: Path = RESULTS) -> str:
+    """Return the table of trainings whose workers have different labels."""
+    lines = _heading("method", "whole run", "90 %", "end − ideal")
+    for cell in cells_of("skewed", "cnn", folder):
+        found = runs_of(cell, folder)
+        lines += [_whole_run(method, runs, found["ideal"]) for method, runs in found.items()]
+    return "\n".join(lines)
+
+
+def _whole_run(method: str, runs: Runs, ideal: Runs) -> str:
+    whole = summary([run.seconds / best.seconds for run, best in pairs(runs, ideal)])
+    time, difference = _time_and_end(runs, ideal)
+    shown = [f"`{method}`", whole, time, end(runs) if runs is ideal else difference]
+    return f"| {' | '.join(shown)} |"
 
 
 def best_of(runs: Sequence[Runs]) -> Runs:

@@ -23,7 +23,6 @@ _NAMES = {
     "offbeat.transport.future": "Completed Future Operation explained",
     "offbeat.transport.host": "Promise",
     "offbeat.transport.team": "Team",
-    "offbeat.transport.torch_backend.network_interface": "address_of",
     "offbeat.transport.connect": "open_communicator",
     "offbeat.simulate": "Join Kill",
     "offbeat.averaging.flat": "Flat as_real make_flats staging_dtype",
@@ -111,7 +110,6 @@ if TYPE_CHECKING:
     from offbeat.transport.future import explained as explained
     from offbeat.transport.host import Promise as Promise
     from offbeat.transport.team import Team as Team
-    from offbeat.transport.torch_backend.network_interface import address_of as address_of
     from offbeat.units import show_bandwidth as show_bandwidth
     from offbeat.units import show_bytes as show_bytes
     from offbeat.units import show_seconds as show_seconds

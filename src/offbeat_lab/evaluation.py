@@ -147,7 +147,7 @@ def gather_bytes(message: bytes, device: torch.device, what: str) -> list[bytes]
 
 @contextlib.contextmanager
 def explain_failures(what: str) -> Iterator[None]:
-    """Convert errors of torch and other packages to a CommunicationError that names the rank.
+    """Convert errors of torch to a CommunicationError that names the rank.
 
     ``what`` follows the rank in the message, such as "failed in batch 3 of torch:ddp".
     """

@@ -1,7 +1,7 @@
 """``Job``: the settings of a training run, as used on the command line, by workers and in results.
 
 A *method* is what a run trains with: a strategy of this package or a *reference* to compare with. A
-*peer* is a reference of torch or another package, which runs its own code. A *runner* runs jobs on
+*peer* is a reference of torch, which runs its own code. A *runner* runs jobs on
 real or simulated workers.
 
 The command line builds its help from the fields of ``Job``. To show help quickly, this module
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.extend import Precision, check_settings, setting, types_of
-from offbeat_lab.options import OptimizerName, Option, Panel, option, option_of
+from offbeat_lab.options import Option, Panel, option, option_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -140,12 +140,6 @@ class Job:
         "Lengthen local steps of Adam.",
         unset="on if models are averaged",
     )
-    optimizer: OptimizerName | None = option(
-        Panel.STRATEGIES,
-        "sgd, adamw, muon (AdamW for all but hidden matrices).",
-        metavar="NAME",
-        unset="the recipe's",
-    )
 
     def setup(self) -> "Setup":
         """Return the argument of the recipe's ``build``."""
@@ -154,14 +148,13 @@ class Job:
         recipe = find_recipe(self.recipe)
         epochs = recipe.epochs if self.epochs is None else self.epochs
         data = Path(self.data) if self.data else None
-        return Setup(self.workers, epochs, self.seed, data, self.optimizer)
+        return Setup(self.workers, epochs, self.seed, data)
 
     def check(self, task: "Task | None" = None) -> "Task":
         """Find mistakes before a worker starts, and return the task.
 
         Args:
-            task: A task already built with the same recipe, data and workers. None: build it. A
-                job with its own optimizer builds it in any case, because its model may not fit.
+            task: A task already built with the same recipe, data and workers. None: build it.
         """
         from offbeat_lab.recipes import find_recipe
         from offbeat_lab.recipes.custom import try_out
@@ -173,7 +166,7 @@ class Job:
         self._check_leases()
         recipe = find_recipe(self.recipe)
         recipe.check_data(self.data)
-        if task is None or self.optimizer is not None:
+        if task is None:
             task = recipe.build(self.setup())
             if recipe.file is not None:
                 try_out(recipe, task)
@@ -232,7 +225,6 @@ class Job:
         method = parse_method(self.strategy)
         if isinstance(method, Reference):
             self._check_refused(method)
-            method.require()
             return
         wire = self.wire or method.default_wire
         try:

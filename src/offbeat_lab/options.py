@@ -4,12 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any
 
 from offbeat.extend import setting
-
-OptimizerName = Literal["sgd", "adamw", "muon"]
-"""Optimizer that can replace that of a recipe."""
 
 
 class Panel(StrEnum):

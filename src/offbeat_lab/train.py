@@ -199,7 +199,7 @@ class Worker:
             return SharedIdeal(task, sync, workers=job.workers, steps=self._ideal_steps)
         chosen = parse_method(job.strategy)
         if isinstance(chosen, Reference):
-            return chosen.start(task, attach_strategy, self._batches, job.timeout_seconds)
+            return chosen.start(task, attach_strategy, self._batches)
         sync = attach_strategy(chosen)
         if isinstance(task.scheduler, LRScheduler):
             sync.share_state(task.scheduler.state_dict, task.load_scheduler)

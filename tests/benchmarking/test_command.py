@@ -26,10 +26,3 @@ def test_an_unknown_name_is_refused(
     with pytest.raises(SystemExit):
         command([known, "nonsense"])
     assert f"unknown: nonsense; there are {known}, " in capsys.readouterr().err
-
-
-def test_the_table_shows_saved_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--table", "attach"])
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "| benchmark | what | measured | target |"
-    assert shown[2].startswith("| attach | attach with a strategy that does nothing, per step | ")

@@ -21,7 +21,7 @@ VALUES = {  # of every option, another than its default
     **{"recipe": "stdlib-lm", "workers": 3, "epochs": 0.5},
     **{"seed": 7, "data": "some/where", "log": "runs/log.jsonl", "timeout_seconds": 9.5},
     **{"lr_scale": 0.25, "partition": "label:1", "sampler": "defdp", "injection": "0.5,0.25"},
-    **{"wire": "int8", "adam_correction": "off", "optimizer": "muon", "evaluations": 3},
+    **{"wire": "int8", "adam_correction": "off", "evaluations": 3},
     **{"max_steps": 100, "max_seconds": 2.5},
     **{"jitter": 0.5, "slow": "0=2", "workers_per_node": 1},
 }

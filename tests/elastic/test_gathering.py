@@ -4,9 +4,11 @@ A process that is killed and started again is two processes of ``run``: the seco
 death of the first.
 """
 
+import contextlib
 import logging
 import os
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -314,7 +316,19 @@ def test_a_worker_may_be_killed_in_attach(place: str) -> None:
     check([results[rank] for rank in (0, 2, 3)])
 
 
-def be_killed_with_all(rank: int, _: int) -> Any:
+def take(address: str) -> socket.socket:
+    """Listen at this address once the process that listens there has ended."""
+    host, port = address.split(":")
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_server((host, int(port)))
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def be_killed_with_all(rank: int, _: int, foreign: bool) -> Any:
     set_variables("3")
     if rank < 3:
         Worker(rank).steps(5, 3)
@@ -322,13 +336,20 @@ def be_killed_with_all(rank: int, _: int) -> Any:
         meet("all train", rank, range(3))
         die(f"died{rank}")
     store().wait([f"died{other}" for other in range(3)])
-    worker = Worker(rank).steps(5, 3)
+    with contextlib.ExitStack() as listeners:
+        if foreign:
+            root = SharedStore(store(), "here")
+            address = root.within(root.get("name")).get(f"address/{rank - 3}")
+            listeners.enter_context(take(address.split(", ")[0]))
+            meet("all listen", rank, range(3, 6))
+        worker = Worker(rank).steps(5, 3)
     return worker.finish(), store().get("name") != store().get("offbeat/elastic")
 
 
-def test_all_workers_may_be_killed_and_started_again() -> None:
-    """They begin a new training."""
-    results = run(be_killed_with_all, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
+@pytest.mark.parametrize("foreign", [False, True])
+def test_all_workers_may_be_killed_and_started_again(foreign: bool) -> None:
+    """They begin a new training, also if other processes have received ports of the killed ones."""
+    results = run(be_killed_with_all, foreign, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
     check([result for result, _ in results], [0, 1, 2])
     assert all(replaced and result[1] == 0 for result, replaced in results)
 

@@ -665,16 +665,30 @@ def test_a_majority_does_not_wait_for_machines_that_are_down() -> None:
 
 
 def test_the_pause_is_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times as long as the change took, at most a quarter of the patience with the others."""
-    times = iter((10.0, 11.5, 50.0, 53.0))
-    monkeypatch.setattr(membership.time, "monotonic", lambda: next(times))
-    one = object.__new__(membership.StoreMembership)
-    one._limits, one._decision = SilenceLimits(100.0), agreement.Decision([], 0)
-    one._poll, one.generation = Mock(), Mock()
-    monkeypatch.setattr(one, "_enter_after", Mock())
-    for end in (11.5 + 6, 53 + 7.5):
+    """Four times as long as the change took, at most a quarter of the patience with the others.
+
+    It begins with the first attempt to open a generation, so further attempts admit no newcomer.
+    """
+    now, attempts = [10.0], iter(((1.0, "a newcomer died"), (0.5, ""), (3.0, "")))
+
+    def enter(number: int, decision: agreement.Decision) -> None:
+        seconds, error = next(attempts)
+        now[0] += seconds
+        if error:
+            raise CommunicationError(error)
+
+    monkeypatch.setattr(membership.time, "monotonic", lambda: now[0])
+    one: Any = object.__new__(membership.StoreMembership)
+    one._limits, one._pause_end, one._opened = SilenceLimits(100.0), 0.0, math.inf
+    one._worker, one._decision = 0, agreement.Decision([0], 1)
+    one._agreement, one._poll, one.generation, one.enter = Mock(), Mock(), Mock(number=0), enter
+    one._agreement.decide.return_value, one._agreement.timeout_seconds = one._decision, 100.0
+    for begin, end in ((10.0, 11.5 + 6), (50.0, 53 + 7.5)):
+        now[0] = begin
         one.next_generation(step=1)
         assert one._pause_end == end
+    admits = [call.kwargs["admits"] for call in one._agreement.decide.call_args_list]
+    assert admits == [True, False, True]
 
 
 # -- many generations ------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from workers import run
 
 HERE = Path(__file__).parent
 SCRIPTS = {
-    "dit": (False, 1.1),
     "mae": (True, 1.4),
     "torchvision_classification": (True, 1.25),
     "dcgan": (False, 1.75),

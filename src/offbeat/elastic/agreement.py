@@ -159,7 +159,9 @@ class Agreement:
             self.heartbeats.close()
             raise
 
-    def decide(self, number: int, before: Decision, limit: float, arrival: Arrival) -> Decision:
+    def decide(
+        self, number: int, before: Decision, limit: float, arrival: Arrival, *, admits: bool = True
+    ) -> Decision:
         """Arrive at generation ``number`` and return the decision on it. Blocks.
 
         The decision may exclude this worker.
@@ -169,6 +171,7 @@ class Agreement:
             before: Decision on the previous generation.
             limit: Time after which silent members are given up; see ``SilenceLimits.give_up``.
             arrival: Tells the others about this worker.
+            admits: False if a proposal of this worker leaves newcomers to a later decision.
         """
         store, started = self.store.within(f"generation/{number}"), time.monotonic()
         others, last_arrival = set(before.members) - {self.worker}, started
@@ -205,7 +208,7 @@ class Agreement:
             )
             down = machines_are_down(present, awaited, self.heartbeats.silent)
             if expired or ((down or not awaited) and self.worker == min(present)):
-                return self._propose(number, before, sorted(present))
+                return self._propose(number, before, sorted(present), admits)
         raise AssertionError
 
     def is_decided(self, number: int) -> bool:
@@ -232,13 +235,14 @@ class Agreement:
         else:
             self.heartbeats.close()
 
-    def _propose(self, number: int, before: Decision, present: list[int]) -> Decision:
+    def _propose(self, number: int, before: Decision, present: list[int], admits: bool) -> Decision:
         """Propose members of generation ``number``: ``present`` and workers that ask to join.
 
-        Of ``present``, only workers that can all connect to each other are proposed. Returns the
-        first proposal of any worker, which is the decision.
+        Unless ``admits``, workers that ask to join are left to a later decision. Of ``present``,
+        only workers that can all connect to each other are proposed. Returns the first proposal of
+        any worker, which is the decision.
         """
-        admitted = self.find_newcomers(before)
+        admitted = self.find_newcomers(before) if admits else replace(before, members=[])
 
         def propose() -> Decision:
             store = self.store.within(f"generation/{number}")

@@ -28,9 +28,11 @@ logger = logging.getLogger("offbeat")
 _CLOSING_SECONDS = 5.0  # longest wait for the threads of a generation that has ended
 _STORE_SECONDS = 0.25  # time between two reads of the store
 _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
-# Least time from a membership change to the next one that a newcomer causes, in durations of that
+# Least time from a membership change to the next one that admits a newcomer, in durations of that
 # change. So newcomers that vanish again and again leave training four fifths of the time, or less
-# if a change takes longer than a sixteenth of ``limits.usual``, which bounds the pause.
+# if a change takes longer than a sixteenth of ``limits.usual``, which bounds the pause. The pause
+# begins with the first attempt to open a generation. Otherwise one change would continue as long as
+# newcomers come and vanish.
 _TRAINING_SHARE = 4.0
 
 
@@ -54,7 +56,7 @@ class StoreMembership:
         self._decision = Decision([], 0)  # on the current generation
         self._member_died = False
         self._last_check = 0.0
-        self._pause_end = 0.0  # requests of newcomers are ignored until then
+        self._pause_end = 0.0  # no newcomer is admitted until then
         self._opened = math.inf  # time of the opening of a generation that has not begun to train
 
     # -- generations -------------------------------------------------------------------------------
@@ -142,13 +144,7 @@ class StoreMembership:
     def next_generation(self, *, step: int) -> Generation:
         """Agree on the next generation and open it; see ``Membership.next_generation``."""
         self._poll.close()
-        began = time.monotonic()
-        entered = self._enter_after(self.generation.number, self._decision, step=step)
-        now = time.monotonic()
-        # The others wait ``limits.usual`` for a member that has not noticed the request.
-        pause = min(_TRAINING_SHARE * (now - began), self._limits.usual / 4)
-        self._pause_end = now + pause
-        return entered
+        return self._enter_after(self.generation.number, self._decision, step=step)
 
     def _enter_after(self, generation: int, before: Decision, *, step: int | None) -> Generation:
         """Agree on the generation after ``generation`` and open it. If that fails, try later ones.
@@ -165,7 +161,8 @@ class StoreMembership:
         arrival = Arrival(step is None, unreachable)
         for number in itertools.count(generation + 1):
             earlier = before.members
-            before = self._agreement.decide(number, before, limit, arrival)
+            admits = time.monotonic() >= self._pause_end
+            before = self._agreement.decide(number, before, limit, arrival, admits=admits)
             if self._worker not in before.members:
                 raise self._left_behind(number, before, step)
             lost = [w for w in earlier if w not in before.members + before.disconnected]
@@ -191,7 +188,12 @@ class StoreMembership:
                 logger.info(
                     "rank %d: generation %d was not opened: %s", self._worker, number, error
                 )
-                now, reason = time.monotonic(), str(error)
+                reason = str(error)
+            finally:
+                now = time.monotonic()
+                # The others wait ``limits.usual`` for a member that has not noticed the request.
+                pause = min(_TRAINING_SHARE * (now - started), self._limits.usual / 4)
+                self._pause_end = now + pause
             longest = self._limits.agreement
             if now - started > longest and not self._agreement.is_decided(number + 1):
                 raise CommunicationTimeout(

@@ -33,7 +33,7 @@ def compare(options: CompareOptions, job: Job) -> None:
     offbeat compare digits --simulate -n 16 --workers-per-node 8 -o runs/nodes
     offbeat compare digits -s bsp -s diloco --tune 6 --simulate --step-time 20ms
     offbeat compare digits -s bsp -s 'local:period=8 --wire int8 --lr-scale 2'
-    offbeat compare digits -s ideal -s bsp -s torch:ddp,hook=powersgd,rank=2
+    offbeat compare digits -s ideal -s bsp -s torch:ddp -s torch:ddp,hook=bf16
     offbeat compare path/to/file.py -s bsp -s local:period=8 --step-time 50ms
     torchrun --nproc-per-node 4 -m offbeat.cli compare digits -s bsp -s diloco
     """

@@ -236,7 +236,7 @@ def _failure(statuses: list[int | None], folder: Path) -> WorkerError:
     """Return the error of a worker that was killed, or else of the failed worker of lowest rank.
 
     The text for a killed worker is the signal. Otherwise it is the last line on standard error that
-    begins with "error: ", which ``train.main`` writes (other packages may write further lines).
+    begins with "error: ", which ``train.main`` writes (other code may write further lines).
     Without such a line it is the last line of all, or the exit status.
     """
     for rank, status in enumerate(statuses):

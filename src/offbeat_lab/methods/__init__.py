@@ -1,6 +1,5 @@
 """Methods that a run can train with: strategies of this package, and references to compare with.
 
 References are ``ideal`` (BSP timed without communication, in ``ideal.py``) and *peers*: methods
-of torch and other packages, which run their own code. ``pip install 'offbeat[peers]'`` installs
-these packages.
+of torch, which run its code.
 """

@@ -2,7 +2,7 @@
 
 A *task* is what one worker trains: model, optimizer, loss, data and schedule. A ``Method`` trains
 it. ``Attached`` is the method for strategies of this package. A *reference* is ``ideal`` or a
-method of another package, to compare strategies with: ``Reference`` has its settings and creates
+method of torch, to compare strategies with: ``Reference`` has its settings and creates
 its ``Method``.
 """
 
@@ -166,18 +166,12 @@ class Reference(ABC):
     refused: ClassVar[tuple[str, ...]] = ("wire", "adam_correction", "injection", "log")
     """Fields of ``Job`` that the reference does not support."""
 
-    @classmethod
-    def require(cls) -> None:
-        """Raise ImportError unless the packages that the reference needs are installed."""
-        return
-
     @abstractmethod
     def start(
         self,
         task: Task,
         under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
-        timeout_seconds: float,
     ) -> Method:
         """Start training on this worker. A collective.
 
@@ -186,5 +180,4 @@ class Reference(ABC):
             under: Function that attaches a strategy to the task, for references based on one.
             batches: Function that returns a new iterable over this worker's batches, from the
                 first, on the model's device.
-            timeout_seconds: Time limit of operations between workers.
         """

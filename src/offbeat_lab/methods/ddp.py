@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
@@ -18,45 +18,22 @@ from offbeat.extend import setting
 from offbeat_lab.methods.peer import Peer, TrainingLoop
 from offbeat_lab.recipes import Task
 
-_ONE_BUCKET_MB = 1 << 20
-
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Peer):
-    """DDP: average the gradients in every step, optionally compressed by a communication hook.
+    """DDP: average the gradients in every step, optionally quantized by a communication hook.
 
     Args:
-        hook: Compression of the gradients: "fp16" or "bf16" quantization, or "powersgd" (low-rank
-            matrices). None: no compression.
-        rank: Rank of PowerSGD's matrices (≥ 1). None: 1.
-        warmup_steps: Number of steps without compression before PowerSGD starts (≥ 2). None: a
-            tenth of the run (torch's recommendation), at least 2.
+        hook: Quantization of the gradients, "fp16" or "bf16". None: no quantization.
     """
 
     name: ClassVar[str] = "torch:ddp"
-    hook: Literal["fp16", "bf16", "powersgd"] | None = None
-    rank: int | None = setting(None, least=1)
-    warmup_steps: int | None = setting(None, least=2)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("rank", "warmup_steps"):
-            if getattr(self, name) is not None and self.hook != "powersgd":
-                raise ValueError(f"{self.name}: {name} needs hook=powersgd")
+    hook: Literal["fp16", "bf16"] | None = None
 
     @override
-    def loop(self, task: Task, timeout_seconds: float) -> TrainingLoop:
-        # With several buckets, gloo mixes up the PowerSGD hook's collectives of different buckets.
-        megabytes = _ONE_BUCKET_MB if self.hook == "powersgd" else None
-        module = DistributedDataParallel(task.model, bucket_cap_mb=megabytes)
-        if self.hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                None,
-                matrix_approximation_rank=self.rank or 1,
-                start_powerSGD_iter=self.warmup_steps or max(2, task.steps // 10),
-            )
-            module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif self.hook is not None:
+    def loop(self, task: Task) -> TrainingLoop:
+        module = DistributedDataParallel(task.model)
+        if self.hook is not None:
             half = default_hooks.fp16_compress_hook if self.hook == "fp16" else _bf16
             module.register_comm_hook(None, half)
         return TrainingLoop(self.name, task, module)
@@ -91,7 +68,7 @@ class PostLocal(Peer):
     warmup_steps: int = setting(0, least=0)
 
     @override
-    def loop(self, task: Task, timeout_seconds: float) -> TrainingLoop:
+    def loop(self, task: Task) -> TrainingLoop:
         module = DistributedDataParallel(task.model)
         state = PostLocalSGDState(
             process_group=None,

@@ -52,7 +52,6 @@ class Ideal(Reference):
         task: Task,
         under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
-        timeout_seconds: float,
     ) -> Method:
         loss = task.loss
         if dist.get_backend() == "simulated":

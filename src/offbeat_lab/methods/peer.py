@@ -1,12 +1,9 @@
-"""Base classes of *peers*: training methods of torch and other packages.
+"""Base classes of *peers*: training methods of torch.
 
-A peer runs the code of its package, not offbeat's. It trains a *task*: model, optimizer, loss, data
+A peer runs the code of torch, not offbeat's. It trains a *task*: model, optimizer, loss, data
 and schedule. ``Peer`` holds the settings of the method, and ``TrainingLoop`` runs the training.
 """
 
-import importlib.util
-import os
-import socket
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -18,36 +15,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offbeat import OffbeatError, Stats, Strategy, Synchronizer
-from offbeat.extend import Replica, address_of, check_settings
+from offbeat import Stats, Strategy, Synchronizer
+from offbeat.extend import Replica, check_settings
 from offbeat_lab.evaluation import explain_failures
 from offbeat_lab.methods.base import Method, Reference
 from offbeat_lab.recipes import Task
 from offbeat_lab.recipes.base import device_of
 from offbeat_lab.timing.step_time import now
 
+PREFIX = "torch:"
+"""Beginning of the names of peers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Peer(Reference):
-    """Settings of a method of torch or another package. It runs on real processes only."""
+    """Settings of a method of torch. It runs on real processes only."""
 
     simulated: ClassVar[bool] = False
-    package: ClassVar[str] = "torch"
-    """Name of the package that must be installed."""
-    needs_cpu: ClassVar[bool] = False
-    """True if the method trains on the CPU only."""
 
     def __post_init__(self) -> None:
         check_settings(self)
-
-    @classmethod
-    @override
-    def require(cls) -> None:
-        if importlib.util.find_spec(cls.package) is None:
-            raise ImportError(
-                f"{cls.name} needs the package {cls.package}: "
-                f"pip install {cls.package}, or 'offbeat[peers]' for all of them"
-            )
 
     @override
     def start(
@@ -55,19 +42,12 @@ class Peer(Reference):
         task: Task,
         under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
-        timeout_seconds: float,
     ) -> "TrainingLoop":
-        device = device_of(task.model)
-        if self.needs_cpu and device.type != "cpu":
-            raise OffbeatError(
-                f"{self.name} runs here on the CPU only, and this worker trains on {device}: start "
-                "without torchrun, or leave it out"
-            )
         with explain_failures(f"failed in the start of {self.name}"):
-            return self.loop(task, timeout_seconds)
+            return self.loop(task)
 
     @abstractmethod
-    def loop(self, task: Task, timeout_seconds: float) -> "TrainingLoop":
+    def loop(self, task: Task) -> "TrainingLoop":
         """Create the training loop. A collective."""
 
 
@@ -113,13 +93,10 @@ class TrainingLoop(Method):
             with task.scaled_lr():
                 if task.clip_norm is not None:
                     nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
-                self._optimize()
+                task.optimizer.step()
         self._step += 1
         self._seconds = time.perf_counter() - self._began
         task.advance()
-
-    def _optimize(self) -> None:
-        self._task.optimizer.step()
 
     @override
     def snapshot(self) -> list[Tensor]:
@@ -134,7 +111,6 @@ class TrainingLoop(Method):
         with explain_failures(f"failed in the end of {self._name}"):
             self._average()
             self._seconds += self._now() - before
-            self._close()
 
     def _average(self) -> None:
         """Average the parameters if they may differ, and copy the buffers of rank 0."""
@@ -146,23 +122,5 @@ class TrainingLoop(Method):
             for buffer in self._task.model.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def _close(self) -> None:
-        """Release the resources of the method. A collective."""
-
     def _now(self) -> float:
         return now(device_of(self._task.model))
-
-
-def worker_address() -> str:
-    """Return the IPv4 address at which the other workers reach this one.
-
-    It is the address of the network interface that the variable ``GLOO_SOCKET_IFNAME`` names (not
-    on Windows). Otherwise it is the address from which packets to ``MASTER_ADDR`` are sent.
-    """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface and (address := address_of(interface)):
-        return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a UDP socket sends nothing; it only selects the route.
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        return str(probe.getsockname()[0])

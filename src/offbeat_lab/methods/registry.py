@@ -8,18 +8,9 @@ from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.methods.base import Reference
 from offbeat_lab.methods.ddp import DDP, PostLocal
 from offbeat_lab.methods.ideal import IDEAL, Ideal
-from offbeat_lab.methods.peer import Peer
-from offbeat_lab.methods.torchft import TorchftDiLoCo, TorchftLocalSGD
+from offbeat_lab.methods.peer import PREFIX
 
-PEERS: tuple[type[Peer], ...] = (
-    DDP,
-    PostLocal,
-    TorchftLocalSGD,
-    TorchftDiLoCo,
-)
-REFERENCES: dict[str, type[Reference]] = {Ideal.name: Ideal, **{kind.name: kind for kind in PEERS}}
-PREFIXES = tuple(dict.fromkeys(kind.name.partition(":")[0] + ":" for kind in PEERS))
-"""Prefixes of the names of peers, such as ``torch:``."""
+REFERENCES: dict[str, type[Reference]] = {kind.name: kind for kind in (Ideal, DDP, PostLocal)}
 
 
 def parse_method(text: str) -> Strategy | Reference:
@@ -62,7 +53,7 @@ def is_ideal(text: str) -> bool:
 
 def is_peer(text: str) -> bool:
     """Return True if ``text`` begins with a peer's prefix. The rest may be invalid."""
-    return text.strip().startswith(PREFIXES)
+    return text.strip().startswith(PREFIX)
 
 
 def is_elastic(text: str) -> bool:
