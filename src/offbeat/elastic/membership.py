@@ -157,7 +157,7 @@ class StoreMembership:
         started, limit, unreachable = time.monotonic(), self._limits.usual, list[int]()
         # In a generation that has not begun to train, members wait for others, and return pings.
         if self._limits.nearly_reached(started - self._opened):
-            unreachable = self._agreement.unreachable(before.members)
+            unreachable = self._agreement.ping(before.members)
         arrival = Arrival(step is None, unreachable)
         for number in itertools.count(generation + 1):
             earlier = before.members
@@ -206,7 +206,7 @@ class StoreMembership:
                 # A member has not answered during the whole opening, so wait less for it now. Or
                 # some members cannot connect to each other.
                 limit = self._limits.retry
-                unreachable = self._agreement.unreachable(before.members)
+                unreachable = self._agreement.ping(before.members)
             arrival = Arrival(step is None, unreachable)
         raise AssertionError
 
@@ -234,7 +234,7 @@ class StoreMembership:
 
         In the ``first`` generation a member may end before this worker has connected to it. In
         later generations a member whose port refuses connections counts as unreachable, so that the
-        next generation excludes it; see ``Agreement.unreachable``.
+        next generation excludes it; see ``Agreement.ping``.
         """
         heartbeats = self._agreement.heartbeats
         lost = heartbeats.dead() | (heartbeats.refused if first else set())
