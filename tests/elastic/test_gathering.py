@@ -249,7 +249,8 @@ def test_workers_gather_at_a_file(tmp_path: Path) -> None:
 def begin_with_fewer(rank: int, _: int) -> Any:
     set_variables("2:4")
     workers = WorkerCount.parse("2:4")
-    transport = Gathering(os.environ["OFFBEAT_STORE"], workers, patience_seconds=0.6)
+    gathering.PATIENCE_SECONDS = 0.6
+    transport = Gathering(os.environ["OFFBEAT_STORE"], workers)
     worker = Worker(rank, group=transport, min_workers=workers.min_workers)
     return worker.sync.size, worker.steps(3, 2).finish()
 
