@@ -486,7 +486,7 @@ def test_a_number_without_an_address_delays_no_one() -> None:
     """A worker may die between the two. The next decision considers it once more."""
     shared = SharedStore(dist.HashStore(), "here")
     others = [Agreement(shared, 1.0) for _ in range(2)]
-    assert shared.count("numbers") == 2
+    assert shared.next_number("numbers") == 2
     one = Agreement(shared, 1.0)
     decision = one.find_newcomers(Decision([0], 1))
     assert decision == Decision([1, 3], 4, unannounced=[2])

@@ -119,9 +119,9 @@ class LeasedSampler(Sampler[list[int]]):
             )
         self.sync, self.epoch, self.repeated = sync, 0, 0
         self._elastic = components.membership_changes is not None
-        store = team.communicator.store(f"LeasedSampler/{components.leased_samplers}")
+        store = team.communicator.store(f"LeasedSampler/{components.leased_sampler_count}")
         self._leases = Leases(team, store, elastic=self._elastic)
-        components.leased_samplers += 1
+        components.leased_sampler_count += 1
         self._resumed: dict[int, Ranges] = {}  # unused batches of a loaded checkpoint, by epoch
         self._order = torch.empty(0)  # samples of the epoch in progress
         # The batches of this epoch that this worker has taken, each with its progress. The first

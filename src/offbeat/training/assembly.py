@@ -1,4 +1,4 @@
-"""The components of the training of one worker: how they are created, connected and closed.
+"""Creates, connects and closes the components that train a model on one worker.
 
 - ``training.backward_hooks`` calls ``training.iteration`` at the end of every backward pass.
 - ``training.hooks`` calls ``training.iteration`` before and after every optimizer step.
@@ -39,7 +39,8 @@ from offbeat.transport.team import Team
 class Components:
     """Creates the components of one worker.
 
-    The constructor is a collective of all workers, except on one that joins a running training.
+    The constructor is a collective of the workers that start together. On a worker that joins a
+    running training, it receives the model from the others.
 
     Args:
         model: The model.
@@ -58,7 +59,7 @@ class Components:
             elastic.
         objects: The model, followed by the torch optimizers.
         device: Device of the trained parameters.
-        leased_samplers: Number of ``LeasedSampler`` objects of this training.
+        leased_sampler_count: Number of ``LeasedSampler`` objects of this training.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Components:
         lines += describe(strategy, full, optimizers)
         self.joined = team.generation > 0  # the workers that start together have generation 0
         senders = team.replica_team if isinstance(strategy.averages(), Gradients) else team
-        opened = Wire(senders)  # an exact wire, until ``changes.join`` opens that of the others
+        opened = Wire(senders)  # exact; ``changes.join`` replaces it on a worker that joins
         with team.account.paused():
             if not self.joined:
                 require_consistency(team.everyone, lines)
@@ -125,12 +126,12 @@ class Components:
         if team.everyone.size == 1:
             self.unfinished.cancel()
         self.iteration.guard.on_failure = self.unfinished.cancel
-        self.leased_samplers = 0
+        self.leased_sampler_count = 0
         self.recorder.restart()
         self.consensus.note_start()
 
     def _make_elastic(self, wire: Precision, lines: Sequence[str], min_workers: int) -> None:
-        """Let training continue when workers join or are lost. Receive the model if ``joined``.
+        """Let training continue when workers join or are lost. If ``joined``, receive the model.
 
         ``lines`` describe model and settings, and must be equal on all workers.
         """
@@ -159,7 +160,7 @@ class Components:
             self.hooks += hook_optimizer(each, self.iteration, factor, scaled=scaled)
 
     def _completed(self, synced: bool) -> None:
-        """Update the totals after an iteration. ``synced``: a mean has changed the model in it."""
+        """Update the totals after an iteration. ``synced``: True if a mean took effect in it."""
         self.recorder.count_step(synced=synced)
         self.consensus.note_parameters()
         self.unfinished.steps += 1
@@ -167,7 +168,7 @@ class Components:
     # -- end -------------------------------------------------------------------------------------
 
     def close(self, *, together: bool) -> None:
-        """Remove all hooks and close the connections. ``together`` as in ``Communicator.close``."""
+        """Remove all hooks and close the connections. ``together``: see ``Communicator.close``."""
         self.unfinished.cancel()
         self.iteration.close()
         for hook in self.hooks:

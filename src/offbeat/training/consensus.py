@@ -28,14 +28,14 @@ from offbeat.errors import (
     MismatchError,
 )
 from offbeat.nodes.shards import Shards
-from offbeat.training.checks.comparison import (
+from offbeat.training.checks.compatibility import require_usable
+from offbeat.training.checks.consistency import copy_rank_0
+from offbeat.training.checks.model_comparison import (
     compare_final,
     compare_modules,
     model_checksum,
     warn_if_not_counted,
 )
-from offbeat.training.checks.compatibility import require_usable
-from offbeat.training.checks.consistency import copy_rank_0
 from offbeat.training.checks.unaveraged import Unaveraged
 from offbeat.training.iteration import Iteration
 

@@ -1,4 +1,4 @@
-"""Comparison of models and optimizers between the workers, and copies from rank 0."""
+"""Compares settings and shapes, not values, between the workers, and copies from rank 0."""
 
 import hashlib
 import itertools

@@ -15,7 +15,7 @@ from torch import Tensor
 from offbeat.averaging import Worker
 from offbeat.averaging.flat import as_real
 from offbeat.averaging.votes import UNAVERAGED, Vote
-from offbeat.training.checks.comparison import checksum, comparable, named
+from offbeat.training.checks.model_comparison import checksum, comparable, named
 
 logger = logging.getLogger("offbeat")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,4 +1,4 @@
-"""Comparison of the workers: of their modules at a consensus, of their models at the end."""
+"""Compares modules between the workers before a consensus, and models at the end of training."""
 
 import json
 import logging
