@@ -1,18 +1,24 @@
 """Every failure in training ends in one clear error on every worker, within seconds."""
 
+import gc
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import offbeat
+from cells import some
 from loops import Quick, attach, error_of, meet, sgd, start
 from offbeat.strategies.base import Strategy
+from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.baselines.ssp import SSP
-from problems import flat, make_batch, make_model, train_step
+from problems import flat, make_batch, make_model, make_wide, train_step
+from transport.communicators import held
 from workers import run
 
 KINDS = [
@@ -26,6 +32,53 @@ KINDS = [
 OPERATION = (
     r"votes at step|agreement on|mean of the|launch \d+ \(part 0\) at step|push_pull|request"
 )
+
+# -- no further thread ----------------------------------------------------------------------------
+
+
+def lack_threads(rank: int, size: int, strategy: str, number: int, folder: str) -> Any:
+    """Train. Rank 0 can start ``number`` more threads. Returns the error and what is left over."""
+    before, begin, started = held(), threading.Thread.start, [0]
+
+    def refuse(thread: threading.Thread) -> None:
+        started[0] += 1
+        if started[0] > number:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    def train() -> None:
+        chosen = offbeat.parse_strategy(strategy, STRATEGIES)
+        synchronizers.append(offbeat.attach(model, optimizer, chosen, timeout_seconds=8))
+        for step in range(20):
+            train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
+
+    model, synchronizers = make_wide(rank), list[Any]()
+    optimizer = sgd(model)
+    if rank == 0:
+        threading.Thread.start = refuse  # type: ignore[method-assign]
+    kinds, text = error_of(train)
+    meet(folder, rank, [0, 1])
+    for sync in synchronizers:
+        sync.detach()
+    gc.collect()
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return kinds, text, held(before), before, [len(each) for each in hooks]
+
+
+LACKS = [("ssp:staleness=2", 8), *(("streaming", number) for number in range(12))]
+
+
+@pytest.mark.parametrize("lack", some(LACKS, 0, 1, 4), ids=str)
+def test_a_lack_of_threads_is_named(lack: tuple[str, int], tmp_path: Path) -> None:
+    """In one line, whichever thread it is. Nothing is left over."""
+    results = run(lack_threads, *lack, str(tmp_path), workers=2)
+    assert "can't start new thread. Raise the limit on threads (ulimit -u" in results[0][1]
+    for kinds, text, after, before, hooks in results:
+        assert "OffbeatError" in kinds
+        assert "\n" not in text
+        assert all(a <= b for a, b in zip(after, before, strict=True)), (after, before)
+        assert hooks == [0, 0]
+
 
 # -- workers that die or get stuck ----------------------------------------------------------------
 
