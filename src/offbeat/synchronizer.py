@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.arguments import require_number
+from offbeat.averaging import Replica
 from offbeat.checkpoint.worker_state import require_format
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
 from offbeat.training.clipping import clip_grad_norm
+from offbeat.training.further_modules import tensors_of
 
 Value = TypeVar("Value", float, Tensor)
 
@@ -133,7 +135,7 @@ class Synchronizer:
                 that joins, if ``save`` raises on the worker that sends the state.
         """
         self._require_active("share_state()")
-        if self._components.unfinished.steps:
+        if self._components.end_warnings.steps:
             raise AttachError("share_state(): call it before the first step")
         if self._components.membership_changes is not None:
             self._components.state.share(save, load)
@@ -180,7 +182,7 @@ class Synchronizer:
         self._iteration.require_own_model("consensus()")
         self._consensus.check_parameters()
         with _normal_mode():
-            extra = self._consensus.tensors_of(also, "consensus(")
+            extra = self._tensors_of(also, "consensus")
         with self._recorder.paused():
             with _normal_mode(), self._iteration.guard, self._team.account.paused():
                 local = self._consensus.replace_by_mean(extra)
@@ -246,13 +248,18 @@ class Synchronizer:
             return
         self._iteration.require_own_model("finish()")
         self._consensus.check_parameters()
+        self._components.end_warnings.warn_if_not_counted(self._worker)
         with _normal_mode():
-            extra = self._consensus.tensors_of(also, "finish(")
+            extra = self._tensors_of(also, "finish")
             with self._iteration.guard:
                 self._consensus.finish(extra)
         self._recorder.count_remainder()
         self._finished, self._active = True, False
         self._components.close(together=True)
+
+    def _tensors_of(self, also: Sequence[nn.Module], call: str) -> Replica:
+        sharded = self._components.shards is not None
+        return tensors_of(also, self._worker.replica, call, sharded=sharded)
 
     def detach(self) -> None:
         """Leave training with the local model as it is: remove all hooks and close connections.
@@ -423,7 +430,7 @@ def clock_of(sync: Synchronizer) -> Callable[[], float]:
 def has_joined(sync: Synchronizer) -> bool:
     """Return True if this worker has joined a running training, and has not taken a step since."""
     require_synchronizer(sync)
-    return sync._active and sync._components.joined and not sync._components.unfinished.steps
+    return sync._active and sync._components.joined and not sync._components.end_warnings.steps
 
 
 def require_synchronizer(sync: object) -> None:

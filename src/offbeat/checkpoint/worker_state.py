@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from offbeat.averaging.model_mean import copy_rank_0
 from offbeat.checkpoint.plain_values import load, read_values, save, write_values
 from offbeat.errors import CheckpointError
 from offbeat.nodes.shards import local_parts, model_state, optimizer_state
 from offbeat.telemetry import Stats
-from offbeat.training.checks.consistency import copy_rank_0, describe, first_difference
+from offbeat.training.checks.same_setup import describe, first_difference
 from offbeat.training.consensus import Consensus
 from offbeat.training.iteration import Iteration
 from offbeat.training.stats_recorder import StatsRecorder
