@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from offbeat.arguments import require_number
 from offbeat.averaging import Replica
-from offbeat.checkpoint.worker_state import require_format
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
@@ -184,7 +183,7 @@ class Synchronizer:
         with _normal_mode():
             extra = self._tensors_of(also, "consensus")
         with self._recorder.paused():
-            with _normal_mode(), self._iteration.guard, self._team.account.paused():
+            with _normal_mode(), self._iteration.guard:
                 local = self._consensus.replace_by_mean(extra)
             try:
                 with self._iteration.forbid_steps("consensus()"):
@@ -222,7 +221,7 @@ class Synchronizer:
             raise TypeError(f"value must have real numbers, got a tensor of {value.dtype}")
         with _normal_mode(), self._recorder.paused():
             numbers = torch.as_tensor(value).detach().to("cpu", torch.float64)
-            with self._iteration.guard, self._team.account.paused():
+            with self._iteration.guard:
                 mean = self._consensus.mean(numbers)
         if not isinstance(value, Tensor):
             return mean.item()
@@ -329,12 +328,10 @@ class Synchronizer:
         with between_steps(self, "load_state_dict()", loads=True) as components:
             refused = None
             try:
-                require_format(state)
                 components.state.check(state)
             except CheckpointError as error:
                 refused = str(error)
-            steps, _ = components.state.agree("load_state_dict()", refused, state)
-            components.state.load(state, steps)
+            components.state.load("load_state_dict()", refused, state)
 
 
 @contextlib.contextmanager
@@ -371,7 +368,7 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
             "load that model before attach()"
         )
     try:
-        with recorder.paused(), sync._team.account.paused():
+        with recorder.paused():
             # Any error that the others do not raise, too, leaves this worker out of step with them.
             refused: CheckpointError | None = None
             with iteration.guard:

@@ -106,7 +106,8 @@ class Components:
         self.iteration = Iteration(flow, worker, self._completed, node, ddp.wrappers)
         self.consensus = Consensus(worker, self.iteration, shards)
         self.state = WorkerState(
-            model, self.iteration, self.consensus, self.recorder, sharded=shards is not None
+            *(model, worker, self.iteration, self.consensus, self.recorder),
+            sharded=shards is not None,
         )
         self.membership_changes: MembershipChanges | None = None
         if not self.joined:

@@ -6,7 +6,6 @@ parameter or buffer that is created after ``attach`` is not known to the strateg
 buffer that the first forward pass fills, or a mask for pruning.
 """
 
-import json
 import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,8 +104,7 @@ class TensorComparison:
             name: [list(tensor.shape), str(tensor.dtype), _checksum([tensor])]
             for name, tensor in tensors.items()
         }
-        texts = self._worker.team.everyone.gather_bytes(json.dumps(rows).encode(), what=what)
-        return [json.loads(text) for text in texts]
+        return self._worker.team.everyone.gather_values(rows, what=what)
 
     def _comparable(self) -> dict[str, Tensor]:
         """Return the tensors of the model, sorted by name."""
