@@ -17,15 +17,16 @@ from torch import nn
 from torch.optim import SGD
 
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
+from offbeat.averaging.model_mean import copy_rank_0
 from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.elastic.membership_changes import MembershipChanges
 from offbeat.nodes.gradients import NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Gradients, Strategy
-from offbeat.training.checks.consistency import copy_rank_0, describe, require_consistency
+from offbeat.training.checks.end_warnings import EndWarnings
 from offbeat.training.checks.loading import refuse_loading
-from offbeat.training.checks.unfinished import UnfinishedWarning
+from offbeat.training.checks.same_setup import describe, require_same_setup
 from offbeat.training.consensus import Consensus
 from offbeat.training.ddp import DDPSuppressor
 from offbeat.training.hooks import Removable, ScalerHooks, attached, hook_optimizer
@@ -92,7 +93,7 @@ class Components:
         opened = Wire(senders)  # exact; ``changes.join`` replaces it on a worker that joins
         with team.account.paused():
             if not self.joined:
-                require_consistency(team.everyone, lines)
+                require_same_setup(team.everyone, lines)
                 copy_rank_0(team, replica.everything())
                 opened = Wire(senders, wire)
         worker = self.worker = Worker(team, replica, optimizers, opened, non_finite)
@@ -106,7 +107,8 @@ class Components:
         self.iteration = Iteration(flow, worker, self._completed, node, ddp.wrappers)
         self.consensus = Consensus(worker, self.iteration, shards)
         self.state = WorkerState(
-            model, self.iteration, self.consensus, self.recorder, sharded=shards is not None
+            *(model, worker, self.iteration, self.consensus, self.recorder),
+            sharded=shards is not None,
         )
         self.membership_changes: MembershipChanges | None = None
         if not self.joined:
@@ -122,10 +124,10 @@ class Components:
         self.objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self.objects)
         team.host.register_totals(lambda: self.recorder.stats)
-        self.unfinished = UnfinishedWarning(self, team.everyone.rank)
+        self.end_warnings = EndWarnings(self, team.everyone.rank)
         if team.everyone.size == 1:
-            self.unfinished.cancel()
-        self.iteration.guard.on_failure = self.unfinished.cancel
+            self.end_warnings.cancel()
+        self.iteration.guard.on_failure = self.end_warnings.cancel
         self.leased_sampler_count = 0
         self.recorder.restart()
         self.consensus.note_start()
@@ -163,13 +165,13 @@ class Components:
         """Update the totals after an iteration. ``synced``: True if a mean took effect in it."""
         self.recorder.count_step(synced=synced)
         self.consensus.note_parameters()
-        self.unfinished.steps += 1
+        self.end_warnings.steps += 1
 
     # -- end -------------------------------------------------------------------------------------
 
     def close(self, *, together: bool) -> None:
         """Remove all hooks and close the connections. ``together``: see ``Communicator.close``."""
-        self.unfinished.cancel()
+        self.end_warnings.cancel()
         self.iteration.close()
         for hook in self.hooks:
             hook.remove()
