@@ -156,6 +156,18 @@ def test_two_workers_step_by_step(strategy: Downpour, make: Make) -> None:
         assert 0 <= details["pulled_bytes"] - others * one["stats"].syncs <= others
 
 
+@pytest.mark.parametrize("make", [heavy, adam], ids=lambda make: make.__name__)
+def test_one_worker_trains_as_without_a_server(make: Make) -> None:
+    """It pushes and fetches in every step; momentum and Adam count as in torch's own loop."""
+    (found,) = run(train, Downpour(), make, [12], workers=1)
+    model = make_model(seed=0)
+    optimizer = make(model)
+    for step, got in enumerate(found["trace"]):
+        train_step(model, optimizer, make_batch(0, step))
+        close(got, flat(model))
+    close(found["end"], flat(model))
+
+
 def test_steps_taken_while_a_fetch_travels_stay() -> None:
     """By hand: a round trip of 5 and a bit steps, two workers, gradients and rate of 1.
 
