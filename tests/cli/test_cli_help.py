@@ -12,7 +12,7 @@ import typer
 from cli.commands import Call, ended
 from offbeat import cli
 from offbeat_lab.cli import commands as lab_commands
-from offbeat_lab.options import Panel
+from offbeat_lab.cli.commands import Panel
 
 HELP = """
 import contextlib, io, json, sys

@@ -13,10 +13,10 @@ from offbeat import cli
 from offbeat.simulate import network
 from offbeat_lab.cli import options, runs
 from offbeat_lab.job import Job
-from offbeat_lab.options import option_of
 
 APP: Any = typer.main.get_command(cli.app)
-ASKED = {one.name: one for one in dataclasses.fields(Job) if option_of(one) is not None}
+SET_OTHERWISE = {"strategy", "scenario", "step_seconds"}
+ASKED = {one.name: one for one in dataclasses.fields(Job) if one.name not in SET_OTHERWISE}
 VALUES = {  # of every option, another than its default
     **{"recipe": "stdlib-lm", "workers": 3, "epochs": 0.5},
     **{"seed": 7, "data": "some/where", "log": "runs/log.jsonl", "timeout_seconds": 9.5},
