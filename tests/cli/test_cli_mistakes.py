@@ -72,7 +72,6 @@ SIMULATION = [
     ("--step-time fast", f"'fast' {DURATION}"),
     ("--step-time 0s", f"'0s' {DURATION}"),
     ("--workers-per-node 3", "workers=4 do not fill nodes of workers_per_node=3"),
-    ("--inside 1Gbit/s", "inside needs nodes of several workers: give workers_per_node"),
 ]
 
 
@@ -161,7 +160,6 @@ SIMULATION = [
         ("compare digits -s ''", NO_STRATEGY.replace("nope", "")),
         ("compare digits -s bsp --tune 3 --wire int8", "--wire int8: ideal cannot honour it, .*"),
         ("report .", r"\. is a directory; name its results\.jsonl"),
-        ("compare digits -s bsp --inside 1Gbit/s", "--inside is for simulated workers; add .*"),
         # options given twice
         ("compare digits --simulate -n 2 -n 4", "--workers is given twice: give it once"),
         (f"{NET} --bandwidth 2gbit", "--bandwidth is given twice: give it once"),

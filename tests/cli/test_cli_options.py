@@ -10,8 +10,7 @@ from torch.distributed.run import get_args_parser
 
 from cli.commands import Call
 from offbeat import cli
-from offbeat.simulate import network
-from offbeat_lab.cli import options, runs
+from offbeat_lab.cli import runs
 from offbeat_lab.job import Job
 
 APP: Any = typer.main.get_command(cli.app)
@@ -51,12 +50,6 @@ def test_every_option_arrives(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_p
             argv += [flags[name][-1], str(value)]
     assert call(*argv)[0] == 130
     assert seen == [Job(**VALUES, strategy="local:period=3", step_seconds=0.001)]
-
-
-def test_defaults_inside_nodes_are_those_of_the_cost_model() -> None:
-    """The options repeat them, because the cost model's package imports torch."""
-    assert options.NODE_BANDWIDTH == network.NODE_BANDWIDTH
-    assert options.NODE_LATENCY == network.NODE_LATENCY
 
 
 FLAGS = [name for names in flags_of("compare").values() for name in names if name[0] == "-"]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from offbeat.extend import STRATEGIES, Precision, implemented_in
-from offbeat_lab.cli.options import NODE_BANDWIDTH, NODE_LATENCY, USUAL_LATENCY
+from offbeat_lab.cli.options import USUAL_LATENCY
 from offbeat_lab.job import Job
 
 
@@ -139,13 +139,6 @@ def compare(
     latency: Annotated[
         str | None,
         _option(Panel.WORKERS, "Latency of a simulated message, as in 50us.", unset=USUAL_LATENCY),
-    ] = None,
-    inside: Annotated[
-        str | None,
-        _option(Panel.WORKERS, "Bandwidth inside a simulated node.", unset=NODE_BANDWIDTH),
-    ] = None,
-    inside_latency: Annotated[
-        str | None, _option(Panel.WORKERS, "Latency inside a simulated node.", unset=NODE_LATENCY)
     ] = None,
     step_time: Annotated[
         str | None,

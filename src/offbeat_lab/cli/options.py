@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 USUAL_LATENCY = "100us"
-NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.simulate.network`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +16,6 @@ class CompareOptions:
     simulated: bool = False
     bandwidth: str | None = None
     latency: str | None = None
-    inside: str | None = None
-    inside_latency: str | None = None
     step_time: str | None = None
     scenario: Path | None = None
     output: Path | None = None

@@ -223,8 +223,6 @@ def _virtual_cluster(job: Job, options: CompareOptions) -> VirtualCluster:
         (lambda rank, now: value_at(changes, rank, now, usual)) if changes else usual,
         latency=USUAL_LATENCY if options.latency is None else options.latency,
         workers_per_node=job.workers_per_node,
-        inside=options.inside,
-        inside_latency=options.inside_latency,
     )
     # Created before the slow measurement of the step time: the constructor finds mistakes.
     compute = planned_times(job, "1s" if options.step_time is None else options.step_time)
