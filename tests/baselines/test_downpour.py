@@ -13,6 +13,7 @@ from loops import close, sgd
 from offbeat import Compute, Network, simulate
 from offbeat_lab.baselines.downpour import Downpour
 from problems import assign, flat, make_batch, make_model, train_step
+from worlds import run
 
 STEP = 0.01
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
