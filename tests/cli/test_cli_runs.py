@@ -57,18 +57,18 @@ def test_nodes_are_simulated(call: Call, tmp_path: Path) -> None:
     """
     folder = tmp_path / "new" / "folder"
     argv = ("compare", "digits", "-s", "local:period=2", "--workers", "4", "--epochs", "0.2")
-    nodes = ("--simulate", "--workers-per-node", "2", "--inside", "10Gbit/s", "-o", str(folder))
+    nodes = ("--simulate", "--workers-per-node", "2", "-o", str(folder))
     code, out, err = call(*argv, *PLACE, *nodes, "--jitter", "0.1")
     assert (code, err) == (0, "")
     assert "steps varying by 10 %" in one_line(table(out))
     place = (
-        "4 workers (simulated), 200 Mbit/s between nodes of 2 (10 Gbit/s, 10 us latency), 100 us"
+        "4 workers (simulated), 200 Mbit/s between nodes of 2 (100 Gbit/s, 10 us latency), 100 us"
     )
     assert place in one_line(table(out))
     assert (folder / "timeline.png").read_bytes().startswith(PNG)
     run = json.loads((folder / "simulation.json").read_text())
     assert run["simulated"] is True
-    assert run["configuration"]["network"]["inside"] == 1e10
+    assert run["configuration"]["network"]["inside"] == 1e11
     stats = run["stats"]
     assert stats[0]["payload_bytes"] == stats[1]["payload_bytes"] > 0
     assert any(span["inside"] and "gradients" in span["what"] for span in run["timeline"])

@@ -3,7 +3,6 @@
 Each worker contributes 2 to the power of its identity, so that a sum tells who took part.
 """
 
-import gc
 import logging
 import math
 import os
@@ -26,7 +25,6 @@ from offbeat.elastic.gathering import gathering_from_environment
 from offbeat.elastic.silence import SilenceLimits, machines_are_down
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import CommunicationError
-from transport.communicators import held
 from workers import run
 
 TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a time-out
@@ -689,30 +687,3 @@ def test_the_pause_is_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert one._pause_end == end
     admits = [call.kwargs["admits"] for call in one._agreement.decide.call_args_list]
     assert admits == [True, False, True]
-
-
-# -- many generations ------------------------------------------------------------------------------
-
-
-def change_often(rank: int, size: int, times: int) -> Any:
-    gc.freeze()  # else each collection would traverse all imported objects
-    worker, first = Worker(rank, size), (0, 0)
-    while worker.generation.number < times:
-        worker.until(*range(size))
-        if worker.generation.number == 3:
-            first = held()
-        if worker.generation.number % size == rank:
-            worker.change()
-        else:
-            worker.step()
-    gc.collect()
-    last = held(first)
-    return first, last, worker.until(*range(size)).finish()
-
-
-@pytest.mark.parametrize("times", some([8, 30], 0))
-def test_membership_changes_release_threads_and_descriptors(times: int) -> None:
-    """One more may exist, because at the first count a connection may not have been used yet."""
-    for first, last, generations in run(change_often, times, workers=3, newcomers=0):
-        assert [number for number, _ in generations] == list(range(times + 1))
-        assert all(a <= b + 1 for a, b in zip(last, first, strict=True)), (first, last)

@@ -149,7 +149,7 @@ class Agreement:
         self.heartbeats = HeartbeatConnections(timeout_seconds)
 
         def take() -> int:
-            worker = store.count("numbers")
+            worker = store.next_number("numbers")
             store.put(f"address/{worker}", self.heartbeats.address)
             return worker
 

@@ -29,7 +29,7 @@ from offbeat.checkpoint.plain_values import load, save
 from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.errors import CommunicationError, CommunicationTimeout, MismatchError
 from offbeat.quantization.wire import Precision, Wire
-from offbeat.training.checks.consistency import difference, versioned
+from offbeat.training.checks.same_setup import difference, versioned
 from offbeat.training.iteration import Iteration
 from offbeat.transport.membership import ModelLostError
 
