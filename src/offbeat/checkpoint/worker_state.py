@@ -24,7 +24,7 @@ from torch import nn
 
 from offbeat.averaging import Worker
 from offbeat.averaging.model_mean import copy_rank_0
-from offbeat.checkpoint.plain_values import load, read_values, save, write_values
+from offbeat.checkpoint.plain_values import read_values, restore, values_of, write_values
 from offbeat.errors import CheckpointError
 from offbeat.nodes.shards import local_parts, model_state, optimizer_state
 from offbeat.telemetry import Stats
@@ -93,7 +93,7 @@ class WorkerState:
             "stats": dataclasses.asdict(self.stats),
         }
         if whole:
-            values |= {"step": worker.step, "state": save(self._iteration.flow.state)}
+            values |= {"step": worker.step, "state": values_of(self._iteration.flow.state)}
         else:
             values["stats"]["details"] = {}  # they belong to the strategy
         return values
@@ -165,7 +165,7 @@ class WorkerState:
             )
         require_equal(values["description"], self._description(whole))
         if whole:
-            load(flow.state, values["state"], check_only=True)
+            restore(flow.state, values["state"], check_only=True)
 
     def load(self, what: str, refused: str | None, values: Values) -> None:
         """Load a state on all workers, or on none. A collective.
@@ -180,7 +180,7 @@ class WorkerState:
         worker.details.update(totals.pop("details"))
         if values["of"] == "worker":
             worker.step = values["step"]
-            load(flow.state, values["state"])
+            restore(flow.state, values["state"])
             flow.after_load()
         else:
             totals["steps"] = steps  # all continue to count from the largest number

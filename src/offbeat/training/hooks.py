@@ -205,7 +205,7 @@ class ScalerHooks:
     def _hooked_unscale(self, optimizer: Optimizer) -> None:
         index = self._iteration.index_of(optimizer)
         if index is not None:
-            self._iteration.receive(index)
+            self._iteration.handle_gradients(index)
             self._unscaled.add(optimizer)
         self._unscale(optimizer)
         if index is not None:
