@@ -116,11 +116,11 @@ def test_s_is_the_steps_to_send_the_model_once() -> None:
         ({}, None),
         ({"parameters": "5M", "bandwidth": "10Gbit/s"}, "models of up to 0.5 million parameters"),
         ({"workers": 17}, "up to 16 workers"),
-        ({"bandwidth": "3Mbit/s"}, "S up to 9"),
+        ({"bandwidth": "1Mbit/s"}, "S up to 33"),
     ],
 )
 def test_a_warning_names_what_was_not_measured(changes: dict[str, Any], named: str | None) -> None:
-    """Then speed-ups of averaged models are upper bounds, and beyond S = 9 unknown for some."""
+    """Then speed-ups of averaged models are upper bounds, and beyond S = 33 unknown for some."""
     result = plan(**{**SMALL, "bandwidth": "50Mbit/s", **changes})
     if named is not None:
         assert named in result.warning
@@ -128,7 +128,7 @@ def test_a_warning_names_what_was_not_measured(changes: dict[str, Any], named: s
     shown = {row[0]: row[2] for row in result.table().rows}
     assert shown["bsp"].startswith(("0", "1", "2", "3", "4"))
     assert shown["local:period=8"].startswith("≤ ") == (named is not None)
-    assert (shown["streaming"] == "unknown") == ("S up to 9" in result.warning)
+    assert (shown["streaming"] == "unknown") == ("S up to 33" in result.warning)
 
 
 # -- arguments -------------------------------------------------------------------------------------
