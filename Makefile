@@ -66,16 +66,13 @@ soak: $(VENV)/.dev  ## random faults in trainings under `offbeat run`, for MINUT
 	mkdir -p runs
 	$(BIN)/python -m benchmarks.launched.soak --seed $(SEED) --minutes $(MINUTES) --output runs/launched.jsonl
 
-# Environments of their own. timm would bring a torchvision that is built for another torch.
+# An environment of its own.
 FRAMEWORKS := opacus peft pytorch-ignite skorch schedulefree pytorch_optimizer torchao bitsandbytes \
-  sentence-transformers trl mlflow-skinny
+  mlflow-skinny
 frameworks:  ## the tests with the real frameworks: Trainer, Lightning, Accelerate and others
 	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  -c constraints.txt -e '.[transformers,lightning,wandb]' $(FRAMEWORKS) pytest pytest-timeout
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-deps timm
-	DS_BUILD_OPS=0 .venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --no-build-isolation -c constraints.txt deepspeed
 	.venv-frameworks/bin/python -m pytest tests/frameworks
 
 # An environment of its own. Namespaces need root; Slurm needs its packages, which `try` names.

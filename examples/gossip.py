@@ -60,7 +60,7 @@ class GossipFlow(Flow):
         return True
 
     def consensus(self, last, *, final):
-        mean = self.worker.exact_mean
+        mean = self.worker.model_mean
         (mean.average if final else mean.show)(1.0, self.worker.size, what="consensus")
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -46,14 +47,15 @@ PLACES: dict[str, tuple[Any, str]] = {
 """The functions in which a worker may die."""
 
 
-def kill_at(place: str) -> None:
-    """Let this process die when it next comes to ``place``."""
+def kill_at(place: str, key: str = "died", *, after_seconds: float = 0.0) -> None:
+    """Let this process die after it next comes to ``place``; see ``die``."""
     home, name = PLACES[place]
     real = getattr(home, name)
 
     def die_here(*args: Any, **named: Any) -> Any:
         if name != "put" or args[1].startswith("address/"):
-            die()
+            time.sleep(after_seconds)
+            die(key)
         return real(*args, **named)
 
     setattr(home, name, die_here)
@@ -79,7 +81,7 @@ def gather_in_order(rank: int, size: int, *, silence_seconds: float = 30.0) -> N
         if rank >= size:
             kept.wait([f"{kept.get('offbeat/elastic').decode()[1:-1]}/generation/0/decided"])
         agreement = make(*args, **options)
-        agreement.silence_seconds = min(agreement.silence_seconds, silence_seconds)
+        agreement.limits.usual = min(agreement.limits.usual, silence_seconds)
         assert agreement.worker == rank
         kept.set(f"number {rank}", "")
         gathering.Agreement = make  # type: ignore[misc] # this process may attach again

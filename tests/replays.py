@@ -21,7 +21,7 @@ Event = tuple[
 def logged(averager: Any) -> list[Event]:
     """The launches and landings of ``averager`` from now on."""
     events: list[Event] = []
-    begin, end = averager.begin, averager.landed
+    begin, end = averager.begin_launch, averager.finish_landing
 
     def launched(*args: Any) -> Any:
         flight = begin(*args)
@@ -32,7 +32,7 @@ def logged(averager: Any) -> list[Event]:
         events.extend(("land", part.index, flight.total()) for part in flight.parts)
         end(flight, **options)
 
-    averager.begin, averager.landed = launched, landed
+    averager.begin_launch, averager.finish_landing = launched, landed
     return events
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Result, compare, interleave
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS, PIECE_BLOCKS, Codec, pieces
-from offbeat.quantization.kernels import BLOCK
 
 MILLIONS = 8
 

@@ -19,7 +19,7 @@ import offbeat
 from benchmarks.harness import Result
 from benchmarks.processes import run
 from offbeat_lab.launch.cores import share_cores
-from offbeat_lab.recipes.stdlib_lm import ByteTransformer, next_token_loss
+from offbeat_lab.recipes.models.transformers import ByteTransformer, next_token_loss
 from offbeat_lab.timing.step_time import now
 
 ON_GPU = torch.cuda.is_available()

@@ -9,8 +9,9 @@ import torch
 from offbeat_lab import Task, recipe
 from offbeat_lab.recipes.datasets import TensorData
 from offbeat_lab.recipes.held_out import HeldOut
+from offbeat_lab.recipes.models.transformers import ByteTransformer, next_token_loss
 from offbeat_lab.recipes.schedules import warmup_cosine
-from offbeat_lab.recipes.stdlib_lm import ByteTransformer, bits_per_byte, load, next_token_loss
+from offbeat_lab.recipes.stdlib_lm import bits_per_byte, load
 
 CONTEXT = 64
 

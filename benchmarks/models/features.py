@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from offbeat_lab import recipe
-from offbeat_lab.recipes.stdlib_lm import ByteTransformer, next_token_loss
+from offbeat_lab.recipes.models.transformers import ByteTransformer, next_token_loss
 
 PRETRAINING_STEPS = 200
 RANK = 4

@@ -46,6 +46,7 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         "Longer steps of Adam": tables.adam(folder),
         "Many workers": tables.many(folder),
         "Other trainings": tables.features(folder),
+        "Skewed labels": tables.skewed(folder),
         "Uneven machines": tables.uneven(folder),
         "A worker dies, another one joins": tables.elastic(folder),
     }

@@ -17,8 +17,9 @@ is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
 - ``many``: streaming averaging with 16, 64 and 256 workers, on a slow and a very fast link. The
   workers of a node share its link.
 - ``adam``: strategies with and without longer steps of Adam.
-- ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others, and
-  with labels that differ between workers. The settings are the defaults.
+- ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others. The
+  settings are the defaults.
+- ``skewed``: strategies with three of ten labels on each worker, not tuned, in virtual time.
 - ``uneven``: strategies for workers of unequal speed, tuned with the same number of trials, in
   virtual time. All methods lease the data, so that faster workers take more of it.
 - ``elastic``: one of the workers dies and another one joins, in virtual time. All methods lease the
@@ -104,12 +105,9 @@ FEATURES = {
         *("weight_decay", "tied_weights", "clipping", "accumulation", "lora"),
         *("short_memory", "long_memory", "large_batch"),
     )
-} | {
-    "batchnorm": Workload("features.py:batchnorm", "cifar10", 0.05),
-    "skewed": Workload("cifar_cnn.py", "cifar10", 0.05, partition="label:3"),
-}
+} | {"batchnorm": Workload("features.py:batchnorm", "cifar10", 0.05)}
 """Workloads of ``features``."""
-DILOCO = "diloco:fragments=4,overlap=4"
+DILOCO = "diloco"
 HEADLINE = (
     *("ideal", "streaming", "async", "selsync", DILOCO, "local", "powersgd", "sparseloco", "bsp"),
     "bsp --wire float32",
@@ -162,7 +160,7 @@ MANY_IDEAL = {
 """Workload and number of workers → factors on the learning rate of the ideal in ``many``."""
 CORRECTED = (
     *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
-    f"{DILOCO},period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
+    f"{DILOCO}:fragments=4,overlap=4,period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
 )
 """Methods of ``adam``, each with and without longer steps. DiLoCo has the settings that were chosen
 without them."""
@@ -177,6 +175,11 @@ UNEVEN_RATE = 4
 ``uneven``. With it the ideal ends best."""
 ELASTIC = ("ideal", "streaming", EAGER, "local:period=4", "bsp")
 """Methods of ``elastic`` and ``elastic_real``."""
+SKEWED = (
+    *("ideal", "streaming", "streaming:outer_gain=1", "streaming:outer_gain=1 --wire int4"),
+    *("local:period=2 --wire int4", "bsp --wire int4"),
+)
+"""Methods of ``skewed``."""
 DIES_AT, JOINS_AT = 20, 80
 """Steps after which the last worker dies and another one joins, at the usual time of a step. The
 ideal takes about 200."""
@@ -217,7 +220,8 @@ class Cell:
     @property
     def task(self) -> Workload:
         """The workload."""
-        return (FEATURES if self.study == "features" else WORKLOADS)[self.workload]
+        task = (FEATURES if self.study == "features" else WORKLOADS)[self.workload]
+        return replace(task, partition="label:3") if self.study == "skewed" else task
 
     def path(self, folder: Path = RESULTS) -> Path:
         """Return the path of the cell's results."""
@@ -257,6 +261,8 @@ class Cell:
             return [at_rate(kind, SWEEP_RATES[self.workload, self.workers]) for kind in kinds]
         if self.study == "uneven":
             return [*UNEVEN]
+        if self.study == "skewed":
+            return [*SKEWED]
         if self.study.startswith("elastic"):
             return [at_rate(method, UNEVEN_RATE) for method in ELASTIC]
         if self.study == "adam":
@@ -364,6 +370,7 @@ CELLS = (
     *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
     Cell("adam", "transformer", "50Mbit/s"),
     *(Cell("features", name, "50Mbit/s") for name in FEATURES),
+    Cell("skewed", "cnn", "50Mbit/s"),
     *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
     *(Cell("many", name, link, workers=n, workers_per_node=k) for name, link, n, k in MANY),
     *(Cell("uneven", "mlp", "50Mbit/s", speeds=speeds) for speeds in SPEEDS),

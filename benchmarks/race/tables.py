@@ -428,12 +428,25 @@ def elastic(folder: Path = RESULTS) -> str:
             found = runs_of(cell, folder)
             ideal = next(runs for method, runs in found.items() if method.startswith("ideal"))
             for method, runs in found.items():
-                whole = summary([run.seconds / best.seconds for run, best in pairs(runs, ideal)])
-                time, difference = _time_and_end(runs, ideal)
-                shown = [whole, time, end(runs) if runs is ideal else difference]
                 label = method.removesuffix(f" --lr-scale {UNEVEN_RATE}")
-                lines.append(f"| {name} | `{label}` | {' | '.join(shown)} |")
+                lines.append(f"| {name} {_whole_run(label, runs, ideal)}")
     return "\n".join(lines)
+
+
+def skewed(folder: Path = RESULTS) -> str:
+    """Return the table of trainings whose workers have different labels."""
+    lines = _heading("method", "whole run", "90 %", "end − ideal")
+    for cell in cells_of("skewed", "cnn", folder):
+        found = runs_of(cell, folder)
+        lines += [_whole_run(method, runs, found["ideal"]) for method, runs in found.items()]
+    return "\n".join(lines)
+
+
+def _whole_run(method: str, runs: Runs, ideal: Runs) -> str:
+    whole = summary([run.seconds / best.seconds for run, best in pairs(runs, ideal)])
+    time, difference = _time_and_end(runs, ideal)
+    shown = [f"`{method}`", whole, time, end(runs) if runs is ideal else difference]
+    return f"| {' | '.join(shown)} |"
 
 
 def best_of(runs: Sequence[Runs]) -> Runs:

@@ -236,7 +236,7 @@ def attach(
         return Synchronizer(components)
 
     try:
-        return begin() if gathering is None else gathering.repeat(begin)
+        return begin() if gathering is None else gathering.retry_after_losses(begin)
     except BaseException:
         ddp.remove()
         raise

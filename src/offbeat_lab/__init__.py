@@ -21,6 +21,8 @@ __all__ = [
     "SparseLoCo",
     "Task",
     "accuracy",
+    "decay_at",
+    "decay_every",
     "recipe",
     "warmup_cosine",
 ]
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from offbeat_lab.recipes.base import Setup, Task
     from offbeat_lab.recipes.custom import recipe
     from offbeat_lab.recipes.held_out import HeldOut, accuracy
-    from offbeat_lab.recipes.schedules import warmup_cosine
+    from offbeat_lab.recipes.schedules import decay_at, decay_every, warmup_cosine
 else:
     __getattr__ = import_lazily(
         __name__,

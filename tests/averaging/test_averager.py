@@ -18,9 +18,9 @@ def test_a_message_is_freed_when_it_has_landed(
 ) -> None:
     """Without garbage collection, so it is in no cycle of references."""
     flights: list[weakref.ref[Flight]] = []
-    land = Averager.landed
+    land = Averager.finish_landing
 
-    def landed(self: Averager, flight: Flight, *, take: bool = True) -> None:
+    def finish_landing(self: Averager, flight: Flight, *, take: bool = True) -> None:
         land(self, flight, take=take)
         flights.append(weakref.ref(flight))
 
@@ -32,7 +32,7 @@ def test_a_message_is_freed_when_it_has_landed(
                 wide_step(model, optimizer, rank, step)
             return sum(flight() is not None for flight in flights)
 
-    monkeypatch.setattr(Averager, "landed", landed)
+    monkeypatch.setattr(Averager, "finish_landing", finish_landing)
     gc.disable()
     try:
         kept = simulated(train, workers=2)

@@ -177,14 +177,14 @@ def test_buffers_are_averaged_once_a_pass_wherever_messages_begin() -> None:
         optimizer, seen = sgd(model, LR), []
         sync = attach(model, optimizer, "streaming:parts=4", wire="float32")
         averager = sync._iteration.flow
-        landed = averager.landed
+        land = averager.finish_landing
 
         def record(flight: Any, **options: Any) -> None:
             indices = [part.index for part in flight.parts]
             seen.append((indices[-1], 3 in indices, flight.buffers is not None))
-            landed(flight, **options)
+            land(flight, **options)
 
-        averager.landed = record
+        averager.finish_landing = record
         for _ in range(30):
             for p in model.parameters():
                 p.grad = torch.ones_like(p)

@@ -1,6 +1,5 @@
-"""Properties of flows other than values: lost steps, messages, weights, and votes in flight."""
+"""Properties of flows other than values: messages, and votes in flight."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,72 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from loops import Recorded, attach, close, sgd
+from loops import Recorded, attach, sgd
 from offbeat import Compute, Network, simulate
-from offbeat.simulate import Kill
 from offbeat.strategies.base import GlobalModel, Strategy, WorkerView
-from problems import flat, make_batch, make_model, make_wide, train_step, wide_step
+from problems import make_batch, make_model, train_step
 from worlds import simulated
-
-# -- steps that are in flight when a worker is lost ------------------------------------------------
-
-
-def lose(text: str, steps: int, seen: list[list[Any]]) -> Tensor:
-    """Notes the model after each step and the time at which the next one begins."""
-    rank = dist.get_rank()
-    model = make_wide(rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text, min_workers=1, timeout_seconds=20.0)
-    for step in range(steps):
-        seen[rank].append((flat(model), sync._team.host.now()))
-        wide_step(model, optimizer, rank, step)
-    seen[rank].append((flat(model), sync._team.host.now()))
-    sync.finish()
-    return flat(model)
-
-
-@pytest.mark.parametrize(
-    ("text", "steps"),
-    [("local:period=4", 4), ("selsync:delta=inf,max_interval=4", 4), ("selsync:delta=0.0", 1)],
-)
-def test_no_step_of_a_survivor_is_lost_while_a_blocking_mean_is_in_flight(
-    text: str, steps: int
-) -> None:
-    """Worker 2 dies between launch and landing: the mean is then that of the two survivors.
-
-    Steps count as synchronized at the landing. If it were the launch, no worker would have any to
-    contribute to the next generation, and the steps of all but one worker would be lost.
-    """
-
-    def run(*faults: Any) -> tuple[list[Any], list[list[Any]]]:
-        seen: list[list[Any]] = [[] for _ in range(3)]
-        network = Network("100kbit/s", latency="1ms")  # a mean of 35 kB takes more than 2 s
-        results = simulate(
-            lambda: lose(text, steps, seen),
-            workers=3,
-            network=network,
-            compute=Compute("10ms"),
-            faults=faults,
-        ).results
-        return results, seen
-
-    _, seen = run()
-    (_, before), (_, after) = seen[2][steps - 1 :]
-    assert after - before > 2
-    results, seen = run(Kill(worker=2, at=before + 1))
-    assert results[2] is None
-    assert len(seen[2]) == steps, "it was waiting for the mean when it died"
-    models = [copy.deepcopy(make_wide(0)) for _ in range(2)]
-    for rank, model in enumerate(models):
-        optimizer = sgd(model)
-        for step in range(steps):
-            wide_step(model, optimizer, rank, step)
-    mean = sum(map(flat, models)) / 2
-    for rank in range(2):
-        close(seen[rank][steps][0], mean, 1e-6)
-        assert torch.equal(results[rank], seen[rank][steps][0])
-    assert not torch.allclose(mean, flat(models[0]), atol=1e-3), "rank 0's alone is another one"
-
 
 # -- messages --------------------------------------------------------------------------------------
 

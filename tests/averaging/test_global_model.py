@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from loops import attach, sgd
-from offbeat.averaging.buffer_mean import moved_to_mean
+from offbeat.averaging.model_mean import moved_to_mean
 from problems import flat, make_wide
 from worlds import run
 

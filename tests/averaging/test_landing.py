@@ -14,8 +14,8 @@ from faults import Fault
 from loops import Faulty, attach, bits
 from offbeat.averaging import Replica, worker
 from offbeat.averaging.averager import Averager
-from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import gradient_buckets
+from offbeat.averaging.model_mean import ModelMean
 from offbeat.transport.team import Team
 from offbeat_lab.baselines.powersgd import PowerSGDFlow
 
@@ -139,7 +139,7 @@ def final_mean(rank: int, size: int, operation: int) -> tuple[str, bool, int]:
     faults = [Fault("fail", rank=one, operation=operation) for one in range(size)]
     transport = Faulty(faults)
     comm = transport.make_communicator(5)
-    mean = ExactMean(Team(comm), Replica(model, model.parameters()))
+    mean = ModelMean(Team(comm), Replica(model, model.parameters()))
     before = [bits(tensor) for tensor in (*model.parameters(), *model.buffers())]
     error = ""
     try:

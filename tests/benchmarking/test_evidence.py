@@ -21,6 +21,7 @@ CELLS = (
     Cell("sweep", "cnn", "20Mbit/s"),
     Cell("elsewhere", "cnn", "10Mbit/s", workers=16),
     Cell("features", "clipping", "50Mbit/s"),
+    Cell("skewed", "cnn", "50Mbit/s"),
     Cell("uneven", "mlp", "50Mbit/s", speeds="graded"),
 )
 ENDS = (
@@ -33,6 +34,7 @@ ENDS = (
     {"ideal --lr-scale 2": 0.5, "ideal --lr-scale 4": 0.3, "bsp": 0.4, "bsp --lr-scale 2": 0.48}
     | {"streaming": 0.49, "streaming --lr-scale 2": 0.4},
     {"ideal": 0.5, "streaming": 0.53},
+    {"ideal": 0.5, "streaming": 0.48},
     {"ideal": 0.5, "streaming": 0.43, "streaming --lr-scale 2": 0.53},
 )
 """The final metric of each method of the cells after the first one."""
@@ -65,6 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a directory with results of three seeds. Most runs have two steps of 1 s."""
     monkeypatch.setattr(Cell, "seeds", 3)
     monkeypatch.setattr(tables, "CELLS", CELLS)
+    monkeypatch.setattr(studies, "SKEWED", ("ideal", "streaming"))
     for module in (studies, tables):
         monkeypatch.setattr(module, "HEADLINE", ("ideal", "streaming", tables.DDP))
         monkeypatch.setattr(module, "RATES", {("cnn", 16): (0.5, 1)})
@@ -130,6 +133,10 @@ SECTIONS = {
         "| 1000.0 ms | 1.0 | 1.02 [1.02, 1.02] | 49.0 % | -2.0 [-2.0, -2.0] |",
     ),
     "Other trainings": ("| clipping | 51.0 % | 0.97 [0.97, 0.97] | +3.0 [+3.0, +3.0] |",),
+    "Skewed labels": (
+        "| `ideal` | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] | 51.0 % |",
+        "| `streaming` | 1.00 [1.00, 1.00] | 1.02 [1.02, 1.02] | -2.0 [-2.0, -2.0] |",
+    ),
     "Uneven machines": (
         "| streaming, default settings | never | -7.0 [-7.0, -7.0] |",
         "| ideal | 1.00 [1.00, 1.00] | 51.0 % |",

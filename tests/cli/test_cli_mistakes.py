@@ -15,8 +15,6 @@ from offbeat_lab.cli import runs
 from offbeat_lab.recipes import RECIPES, Setup, Task
 
 HUGE = "1" + 15 * "0"
-SIZES = "plan --parameters 25M --step-time 1ms"
-NET = f"{SIZES} --bandwidth 1gbit"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +24,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file").write_text("x")
     (folder / "dir").mkdir()
     (folder / "exit.py").write_text("raise SystemExit(3)\n")
-    (folder / "binary.py").write_bytes(bytes(range(256)))
     (folder / "file_strategy.py").write_text("raise RuntimeError('of\\nits own')\n")
     return folder
 
@@ -59,9 +56,7 @@ JOB = [
     ("-s nope", NO_STRATEGY),
     ("--partition labels", "partition must be label:K, dirichlet:A or leased, got .*"),
     ("--injection 0.5", "injection must be ALPHA,BETA as in 0.5,0.5, got '0.5'"),
-    ("--lr-scale 0", "lr-scale must be positive and finite, got 0.0"),
     ("--sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
-    ("-s selsync:delta=-1", "delta must be at least 0 .*, got -1"),
     ("--data /no/where -s local:period=0", "period must be at least 1.*, got 0"),
     ("--workers 0", "workers must be at least 1, got 0"),
     ("--bandwidth 1GB/s", BANDWIDTH),
@@ -82,13 +77,8 @@ SIMULATION = [
         *simulation_rows(SIMULATION),
         ("compare nope -s bsp", NO_RECIPE),
         ("compare mnist", "the mnist recipe needs --data DIR with .*"),
-        ("compare mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
         ("compare digits --timeout 0", "timeout must be positive and finite, got 0.0"),
         ("compare digits -s bsp --seeds 0", "seeds must be at least 1, got 0"),
-        (
-            "compare digits -s downpour --wire int8",
-            "wire='int8' with downpour: .*",
-        ),
         ("compare nope.py", "looked for the recipe nope.py in nope.py, which does not exist"),
         (
             "compare digits -s bsp -s easgd --wire int8",
@@ -96,17 +86,10 @@ SIMULATION = [
             "write it after them, as in -s 'local:period=8 --wire int8'",
         ),
         ("compare digits --simulate -s torch:ddp", f"torch:ddp {NOT_SIMULATED}"),
-        (
-            "compare digits -s bsp -s torch:ddp --wire int8",
-            "--wire int8: torch:ddp cannot honour it, leave it out; to give an option to some .*",
-        ),
         # misspelled names
         ("compare digit", r"unknown recipe 'digit' \(did you mean 'digits'\?\); there are .*"),
-        ("compare digits -s DiLoCO", r".* 'DiLoCO' \(did you mean 'diloco'\?\); there are .*"),
-        (f"{NET} -s strea", r"plan has .* \(did you mean 'streaming'\?\): .*"),
         ("compare digits --sampler defpd", r"sampler .*, got 'defpd' \(did you mean 'defdp'\?\)"),
         ("compare digits --wire in8", r".* '--wire'.* 'in8' .*'int2'\."),
-        ("compare digits -s 'bsp --wire in8'", r"wire must .* 'in8' \(did you mean 'int8'\?\)"),
         # where results go
         ("compare digits -s bsp -o FILES/file", "--output .*/file: name a directory, .*"),
         ("compare digits -s bsp --simulate -o FILES/new.jsonl", "--output .*: name a directory.*"),
@@ -127,20 +110,14 @@ SIMULATION = [
         (f"compare digits -n {HUGE}", f"workers must be at most 1000, got {HUGE}"),
         (f"compare digits --seed {HUGE}", f"seed must be at most 4000000, got {HUGE}"),
         (f"compare digits -s bsp --seeds {HUGE}", f"seeds must be at most 1000, got {HUGE}"),
-        ("compare digits --timeout 1e-300", "timeout must be at least 0.001, got 1e-300"),
         (
             f"compare digits -s ssp:staleness={10**30}",
             "staleness must be an integer of 64 bits, .*",
         ),
-        ("compare digits --partition dirichlet:nan", "partition 'dirichlet:nan': .*"),
-        ("compare digits --partition label:100", "partition 'label:100': .*"),
-        ("compare digits --injection nan,nan", "injection needs two numbers .*"),
-        ("compare digits --simulate --step-time 1e300s", "'1e300s' is not a duration; .*"),
         ("compare digits --bandwidth 0.1bit/s", "links can be shaped to between .*, got 0.1 bit/s"),
         # things that do not go together
         ("compare digits -s bsp -s bsp", "'bsp' is given twice"),
         ("compare digits -s bsp -s 'bsp --wire float32'", ".* are the same; leave one out, .*"),
-        ("compare digits -s 'bsp --wire int8' -s bsp -s 'bsp --lr-scale=0'", "lr-scale must .*"),
         (
             "compare digits -s local:period=8 -s local:period=8,warmup_steps=0",
             "'local:period=8,warmup_steps=0' and 'local:period=8' are the same; leave one out, .*",
@@ -150,20 +127,16 @@ SIMULATION = [
             "--jitter, --slow and speeds .* change the step time: .*",
         ),
         ("compare digits -s bsp --slow 1", "slow must be RANK=FACTOR, as in 1=2, got '1'"),
-        ("compare digits -s bsp --slow 1=0.5", "slow 1=0.5: the factor must be at least 1 .*"),
         ("compare digits -s bsp --tune 2", "tune must be at least 3, got 2"),
         (
             "compare digits -s bsp --tune 3 --lr-scale 2",
             "--lr-scale 2: --tune chooses the learning rate; leave it out, or fix it for .*",
         ),
         ("compare digits -s ssp --tune 3 -s ssp:staleness=4", "'ssp:staleness=4' is given twice"),
-        ("compare digits -s ''", NO_STRATEGY.replace("nope", "")),
         ("compare digits -s bsp --tune 3 --wire int8", "--wire int8: ideal cannot honour it, .*"),
         ("report .", r"\. is a directory; name its results\.jsonl"),
         # options given twice
         ("compare digits --simulate -n 2 -n 4", "--workers is given twice: give it once"),
-        (f"{NET} --bandwidth 2gbit", "--bandwidth is given twice: give it once"),
-        ("store --port 5 --port 6", "--port is given twice: give it once"),
         ("report a -o b -o c", "--output is given twice: give it once"),
         ("compare digits -s 'bsp --sampler defdp' --partition label:2", "sampler 'defdp' with .*"),
         (
@@ -172,51 +145,33 @@ SIMULATION = [
         ),
         # methods that cannot train this recipe with so many workers
         ("compare digits -s bsp -s fedavg:period=2,weights=1/2", "weights .* 4 workers, got 2: .*"),
-        ("compare digits -s bsp -s downpour:servers=9/", r"servers=\(9,\) contains a rank .*"),
-        ("compare digits -s easgd:synchronous=true,alpha=0.9", "synchronous EASGD requires .*"),
         ("compare digits -s 'local:period=2 --adam-correction on'", "adam_correction with SGD: .*"),
         ("compare digits --data /nope", "data /nope: the digits recipe brings its own data"),
         # files
         ("compare FILES/exit.py", ".*exit.py, line 1: it cannot be run: SystemExit: 3"),
-        ("compare FILES/binary.py", ".*binary.py.*: it cannot be run: .*"),
         ("compare digits -s file_strategy:A", "importing .* failed: RuntimeError: of its own"),
         (
             "compare digits -s offbeat.strategies:A",
             "offbeat.strategies has no strategy class 'A'; .*",
         ),
         ("compare digits -s no_such_module:A", "cannot import 'no_such_module' .* current dir.*"),
-        # plan
-        (f"{NET[:-5]}1GB/s", BANDWIDTH),
-        ("plan --bandwidth 5gbit --step-time 1ms", "Missing option '--parameters'."),
-        ("plan --parameters 25M --step-time 1s", "Missing option '--bandwidth'."),
-        (f"{NET} -s ideal", "plan has formulas for bsp, .*, and none for ideal: .* --simulate"),
-        (f"{NET} -s selsync:delta=0.3", "plan needs target_lssr, .*"),
         # the parser
+        ("plan --bandwidth 5gbit --step-time 1ms", "Missing option '--parameters'."),
         ("compare", "Missing argument 'recipe'."),
-        ("compare digits --workers two", "Invalid value for '--workers' .*"),
         ("nope", "No such command 'nope'."),
         # run and store
-        ("run --workers 2", r"Missing argument '(?i:script)'\."),
         ("run FILES/exit.py", "Missing option .*--workers.*"),
         ("run -n 2 no.py --lr 1", "there is no script no.py"),
         ("run -n 2 FILES", ".* is a directory; name a script, or a module with -m"),
         ("run -n 2 -m no_such.train", "there is no module no_such, here or among the .*"),
-        (
-            "run -n 0 FILES/exit.py",
-            "--workers: give a number of workers .* got '0'",
-        ),
         ("run -n 4:2 FILES/exit.py", "--workers: give a number of workers .* got '4:2'"),
-        ("run -n 2 --here 0 FILES/exit.py", ".*'--here'.* greater than or equal to 1"),
         ("run -n 2 --here 3 FILES/exit.py", "--here 3: there are --workers 2 in all"),
         ("run -n 2:4 --here 2 FILES/exit.py", "--here 2 of 4: the other machines need a store. .*"),
         ("run -n 2 --store a:1 FILES/exit.py", "--store needs --here, the number of workers .*"),
-        ("run -n 2 --max-restarts -1 FILES/exit.py", ".*'--max-restarts'.* equal to 0"),
-        ("run -n 2 --grace 20 FILES/exit.py", f"'20' {DURATION}"),
         (
             "run -n 2 --here 1 --store x FILES/exit.py",
             "the address of a store is host:port, .* got 'x'",
         ),
-        ("run -n 2 --here 1 --store file://x FILES/exit.py", ".* or file:///path, got 'file://x'"),
         (
             "run -n 2 --here 1 --store file://FILES FILES/exit.py",
             "file://.* is a directory; name a file .*",
@@ -225,8 +180,6 @@ SIMULATION = [
             "run -n 2 --here 1 --store file:///no/x FILES/exit.py",
             ".*: the directory /no does not exist",
         ),
-        ("run -n 2 --worker 3 FILES/exit.py", "No such option: --worker.*"),
-        ("store --port 65536", ".*'--port'.* less than or equal to 65535"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -1,40 +1,14 @@
 """The progress of runs: steps, metric, current activity, time left, and skipped runs."""
 
-import io
 import math
-import re
 from collections.abc import Iterator
 
 import pytest
-from rich.console import Console
 
 from lab.test_report import make
 from offbeat_lab.cli import progress
-from offbeat_lab.events import Evaluation, Start, Step, Waiting
+from offbeat_lab.events import Evaluation, Start, Step
 from offbeat_lab.job import Job
-
-
-def shown(bar: progress.Bar) -> tuple[str, float, float | None, str]:
-    """Return name, steps, total steps and text of the last bar."""
-    task = bar._progress.tasks[-1]
-    return task.description, task.completed, task.total, task.fields["text"]
-
-
-def test_the_bar_shows_the_current_activity(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.Bar() as bar:
-        bar.start(Job("digits", "bsp", 2))
-        assert shown(bar) == ("bsp", 0, None, "starting the workers")
-        bar.event(Waiting("loading the data"))
-        assert shown(bar)[3] == "loading the data …"
-        bar.event(Start(10, 400))
-        assert shown(bar) == ("bsp", 0, 10, "")
-        bar.event(Step(1, 0.5))
-        bar.event(Waiting("evaluating"))
-        assert shown(bar) == ("bsp", 1, 10, "evaluating …")
-        bar.event(Evaluation(1, 1.0, 0.75, {"test accuracy": 0.75}))
-        assert shown(bar) == ("bsp", 1, 10, "test accuracy 0.7500")
-        bar.start(Job("digits", "bsp", 2, seed=1, wire="int8"))
-        assert shown(bar) == ("bsp --wire int8 seed 1", 0, None, "starting the workers")
 
 
 @pytest.fixture
@@ -93,29 +67,6 @@ def test_skipped_runs_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"runs in the results already: 3 of {most}"
         assert len(lines) == 1 + starts
-
-
-def test_a_terminal_has_two_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finished runs are lines above; in 80 columns nothing but a long name is cut off."""
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=80, height=25, color_system=None)
-    monkeypatch.setattr(progress, "console", console)
-    with progress.Bar(2) as bar:
-        for strategy in ("bsp", "async:schedule=eager,staleness=16,outer_momentum=0.9"):
-            bar.start(Job("digits", strategy, 2))
-            bar.event(Start(5000, 400))
-            bar.event(Step(5000, 12.5))
-            bar.event(Evaluation(5000, 12.5, 0.9, {}))
-        lines = [
-            "".join(s.text for s in segments).rstrip()
-            for segments in console.render_lines(bar._progress.get_renderable())
-        ]
-        assert len(lines) == 2
-        assert lines[0].startswith("run 2 of 2")
-        assert re.fullmatch(r"async:\S*… ━{12} 5000/5000 \S+ \S+ test accuracy 0\.9000", lines[1])
-    for name in ("bsp", "outer_momentum=0.9"):
-        line = f"{name}  step 5000, 12.5 s of training: test accuracy 0.9000\n"
-        assert line in file.getvalue()
 
 
 def test_a_diverged_evaluation_is_marked(capsys: pytest.CaptureFixture[str]) -> None:

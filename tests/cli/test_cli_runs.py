@@ -50,12 +50,11 @@ def table(out: str) -> str:
     return re.split(r"\n(table) ", out[start.start() :])[0].rstrip()
 
 
-def test_nodes_are_simulated(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nodes_are_simulated(call: Call, tmp_path: Path) -> None:
     """Two nodes of two train as two workers of twice the batch, and the result says so.
 
     A single simulated run has a timeline, labelled simulated, and its totals as JSON.
     """
-    shown = drawn_texts(monkeypatch)
     folder = tmp_path / "new" / "folder"
     argv = ("compare", "digits", "-s", "local:period=2", "--workers", "4", "--epochs", "0.2")
     nodes = ("--simulate", "--workers-per-node", "2", "-o", str(folder))
@@ -67,7 +66,6 @@ def test_nodes_are_simulated(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_pa
     )
     assert place in one_line(table(out))
     assert (folder / "timeline.png").read_bytes().startswith(PNG)
-    assert shown[-1] == ("simulated", "virtual seconds")
     run = json.loads((folder / "simulation.json").read_text())
     assert run["simulated"] is True
     assert run["configuration"]["network"]["inside"] == 1e11
@@ -273,22 +271,6 @@ def test_without_a_step_time_it_is_measured(call: Call, monkeypatch: pytest.Monk
         assert err.startswith(told) if warned else err == ""
 
 
-def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Record title and horizontal label of each saved figure."""
-    from matplotlib.figure import Figure
-
-    texts: list[tuple[str, str]] = []
-    save = Figure.savefig
-
-    def spy(self: Any, *args: Any, **kwargs: Any) -> None:
-        (axes,) = self.axes
-        texts.append((axes.get_title() or axes.get_title(loc="left"), axes.get_xlabel()))
-        save(self, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", spy)
-    return texts
-
-
 @pytest.mark.nightly
 def test_ctrl_c_ends_a_simulation() -> None:
     """SIGINT in the middle: exit code 130 and one line."""
@@ -306,9 +288,8 @@ def test_ctrl_c_ends_a_simulation() -> None:
 # Comparisons
 
 
-def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compare(call: Call, tmp_path: Path) -> None:
     """The files of a comparison in virtual time are labelled simulated and agree."""
-    shown = drawn_texts(monkeypatch)
     folder = tmp_path / "a" / "b"
     strategies = ("-s", "bsp", "-s", "local:period=2")
     argv = ("compare", "digits", *strategies, "--simulate", *SHORT, *PLACE)
@@ -334,8 +315,6 @@ def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     page = (folder / "report.html").read_text()
     assert ON_PLACE in page
     assert "real processes" not in page
-    axes = {axis for title, axis in shown if ON_PLACE in one_line(title)}
-    assert axes == {"training seconds (simulated)"}
     assert (folder / "plot.png").read_bytes().startswith(PNG)
 
 

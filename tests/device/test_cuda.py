@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from loops import attach
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS
-from offbeat.quantization.kernels import BLOCK
 from problems import make_batch, make_wide, train_step
 from workers import run
 

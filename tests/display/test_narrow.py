@@ -62,17 +62,6 @@ def test_a_word_without_room_is_broken_and_nothing_is_lost() -> None:
     assert left_out == ("m",)
 
 
-def test_labels_are_wrapped_between_settings() -> None:
-    """Two columns of labels share the room."""
-    table = Table(("strategy", "chosen", "n"), tuple((label, label, "1") for label in LABELS))
-    shown, left_out = narrow(table, 60, labels=2)
-    assert not left_out
-    assert max(map(len, lines_of(shown))) <= 60
-    assert shown.rows[1][0] == shown.rows[1][1] == LABELS[1].replace("9,", "9,\n")
-    shown, _ = narrow(table, 50, labels=2)
-    assert shown.rows[2][0] == "local:period=8\n--sampler defdp --wire\nint8"
-
-
 def test_a_table_without_rows() -> None:
     shown, left_out = narrow(Table(("strategy", "n"), ()), 80)
     assert (shown.headings, shown.rows, left_out) == (("strategy", "n"), (), ())

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import offbeat
 from cells import some
-from gathered import die, gather_in_order, store
+from gathered import die, gather_in_order, kill_at, store
 from loops import start
 from offbeat.elastic import membership_changes
 from offbeat.errors import CommunicationError
@@ -27,6 +28,7 @@ STRATEGIES = [
     "streaming",
     "diloco:period=4",
 ]
+VISITORS = 10
 
 
 def stumble() -> None:
@@ -85,6 +87,76 @@ def test_training_survives_a_death_and_a_join(strategy: str) -> None:
 def test_a_newcomer_may_fail_before_its_first_generation_begins() -> None:
     """It enters the next generation, still with nothing to contribute, long before a time-out."""
     check(run(train, "streaming", True, workers=4, newcomers=1, may_die=(1,)))
+
+
+def visit(rank: int, size: int, strategy: str) -> Any:
+    """Newcomers come each 0.4 s. Half of them are admitted, and vanish half a second later.
+
+    The others vanish in their first step. The mean of the gradients is 2 for all members.
+    Returns the model, its number of steps, and the steps per second before and with newcomers.
+    """
+    gather_in_order(rank, size)
+    kept, gone = store(), [f"gone{n}" for n in range(size, size + VISITORS)]
+    if rank >= size:
+        kept.wait(["come"])
+        time.sleep(0.4 * (rank - size))
+        if rank % 2:
+            kill_at("before it opens", gone[rank - size], after_seconds=0.5)
+    parameter = nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    chosen = offbeat.parse_strategy(strategy)
+    sync = offbeat.attach(nn.ParameterList([parameter]), optimizer, chosen, timeout_seconds=100)
+
+    def step() -> None:
+        time.sleep(0.01)
+        optimizer.zero_grad()
+        (parameter.sum() * (2.0 if rank >= size else rank + 1)).backward()
+        optimizer.step()
+
+    def rate_until(*keys: str) -> float:
+        began, first = time.monotonic(), sync.step
+        while not (kept.check(list(keys)) and sync.size == size):
+            assert time.monotonic() < began + 50, sync.stats
+            step()
+            if rank >= size:
+                die(gone[rank - size])
+            if rank == 0 and sync.step == 100:
+                kept.set("come", "")
+        return (sync.step - first) / (time.monotonic() - began)
+
+    rates = rate_until("come"), rate_until(*gone)
+    if rank == 0:
+        kept.set("end", str(sync.step + 50))
+    rate_until("end")
+    while sync.step < int(kept.get("end")):
+        step()
+    sync.finish()
+    return parameter.detach(), sync.step, rates
+
+
+def visited(strategy: str) -> list[Any]:
+    newcomers = tuple(range(3, 3 + VISITORS))
+    return run(visit, strategy, workers=3, newcomers=VISITORS, may_die=newcomers)[:3]
+
+
+@pytest.mark.parametrize("strategy", some(["bsp", "local:period=4", "streaming"], 0))
+def test_newcomers_that_vanish_change_no_value(strategy: str) -> None:
+    """Every step of the three workers counts once. Under BSP the model is known."""
+    found = visited(strategy)
+    for model, steps, _ in found:
+        assert torch.equal(model, found[0][0])
+        assert steps == found[0][1]
+        if strategy == "bsp":
+            assert model.tolist() == [-2.0 * steps] * 1000
+        assert bool((model >= -3 * steps).all() and (model <= -steps).all())
+
+
+@pytest.mark.quiet
+@pytest.mark.parametrize("strategy", ["bsp", "streaming"])
+def test_newcomers_that_vanish_leave_half_of_the_time(strategy: str) -> None:
+    """At least half of the steps take place that the same time allows without newcomers."""
+    for _, _, (before, meanwhile) in visited(strategy):
+        assert meanwhile > before / 2
 
 
 def outlive(rank: int, size: int, others: int) -> Any:

@@ -4,9 +4,12 @@ A process that is killed and started again is two processes of ``run``: the seco
 death of the first.
 """
 
+import contextlib
 import logging
 import os
 import re
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 import offbeat
+from cells import some
 from gathered import die, kill_at, meet, store
 from loops import close, error_of, sgd
-from offbeat.elastic import gathering, membership
+from offbeat.elastic import gathering, membership, silence
 from offbeat.elastic.address import WorkerCount
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import LATEST_TRAINING, Gathering
@@ -36,7 +40,7 @@ TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a tim
 def set_variables(workers: str, address: str | None = None) -> None:
     """Set the variables as a launcher does. Shorten what would make the tests wait."""
     membership._STORE_SECONDS = 0.1  # between two looks at the store
-    gathering._REFUSED_SECONDS = 0.5
+    silence.REFUSED_SECONDS = 0.5
     kept = ":".join((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]))
     os.environ.update(
         OFFBEAT_KERNELS="0",  # numba is slow to import
@@ -247,7 +251,8 @@ def test_workers_gather_at_a_file(tmp_path: Path) -> None:
 def begin_with_fewer(rank: int, _: int) -> Any:
     set_variables("2:4")
     workers = WorkerCount.parse("2:4")
-    transport = Gathering(os.environ["OFFBEAT_STORE"], workers, patience_seconds=0.6)
+    gathering.PATIENCE_SECONDS = 0.6
+    transport = Gathering(os.environ["OFFBEAT_STORE"], workers)
     worker = Worker(rank, group=transport, min_workers=workers.min_workers)
     return worker.sync.size, worker.steps(3, 2).finish()
 
@@ -274,6 +279,49 @@ def test_too_few_workers_raise() -> None:
         )
 
 
+def test_a_worker_that_does_not_begin_the_training_is_named(tmp_path: Path) -> None:
+    """It has taken the lowest number, so it has to propose generation 0, and does not."""
+    shared = SharedStore(dist.FileStore(f"{tmp_path}/store"), "here")
+    name = shared.put_if_absent(LATEST_TRAINING, f"{LATEST_TRAINING}/one")
+    suspended = Agreement(shared.within(name), 1.0)
+    transport = Gathering(f"file://{tmp_path}/store", WorkerCount.parse("2"))
+    with pytest.raises(CommunicationTimeout) as caught:
+        transport.make_communicator(0.3)
+    assert re.match(
+        "gathering failed: 2 workers have come to file://.*/store, but rank 0 has not begun the "
+        "training with them within timeout_seconds=0.3: it is suspended, or it cannot connect",
+        str(caught.value),
+    )
+    suspended.heartbeats.close()
+
+
+def lack_a_thread(rank: int, _: int, number: int) -> Any:
+    set_variables("2")
+    text, begin, started = "", threading.Thread.start, [0]
+
+    def refuse(thread: threading.Thread) -> None:
+        started[0] += 1
+        if started[0] > number:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    if rank == 0:
+        threading.Thread.start = refuse  # type: ignore[method-assign]
+        text = error_of(lambda: Worker(rank))[1]
+        threading.Thread.start = begin  # type: ignore[method-assign]
+    return text, Worker(rank).steps(3, 2).finish()
+
+
+@pytest.mark.parametrize("number", some(range(7), 0, 4))
+def test_a_worker_that_lacks_a_thread_may_attach_again(number: int) -> None:
+    """The error names the limit, and the other worker waits."""
+    results = run(lack_a_thread, number, workers=0, newcomers=2)
+    text = results[0][0]
+    assert "can't start new thread. Raise the limit on threads (ulimit -u" in text
+    assert "\n" not in text
+    check([result for _, result in results])
+
+
 # -- deaths and restarts --------------------------------------------------------------------------
 
 
@@ -297,7 +345,19 @@ def test_a_worker_may_be_killed_in_attach(place: str) -> None:
     check([results[rank] for rank in (0, 2, 3)])
 
 
-def be_killed_with_all(rank: int, _: int) -> Any:
+def take(address: str) -> socket.socket:
+    """Listen at this address once the process that listens there has ended."""
+    host, port = address.split(":")
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_server((host, int(port)))
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def be_killed_with_all(rank: int, _: int, foreign: bool) -> Any:
     set_variables("3")
     if rank < 3:
         Worker(rank).steps(5, 3)
@@ -305,13 +365,20 @@ def be_killed_with_all(rank: int, _: int) -> Any:
         meet("all train", rank, range(3))
         die(f"died{rank}")
     store().wait([f"died{other}" for other in range(3)])
-    worker = Worker(rank).steps(5, 3)
+    with contextlib.ExitStack() as listeners:
+        if foreign:
+            root = SharedStore(store(), "here")
+            address = root.within(root.get("name")).get(f"address/{rank - 3}")
+            listeners.enter_context(take(address.split(", ")[0]))
+            meet("all listen", rank, range(3, 6))
+        worker = Worker(rank).steps(5, 3)
     return worker.finish(), store().get("name") != store().get("offbeat/elastic")
 
 
-def test_all_workers_may_be_killed_and_started_again() -> None:
-    """They begin a new training."""
-    results = run(be_killed_with_all, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
+@pytest.mark.parametrize("foreign", [False, True])
+def test_all_workers_may_be_killed_and_started_again(foreign: bool) -> None:
+    """They begin a new training, also if other processes have received ports of the killed ones."""
+    results = run(be_killed_with_all, foreign, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
     check([result for result, _ in results], [0, 1, 2])
     assert all(replaced and result[1] == 0 for result, replaced in results)
 
@@ -448,13 +515,13 @@ def test_a_number_without_an_address_delays_no_one() -> None:
     """A worker may die between the two. The next decision considers it once more."""
     shared = SharedStore(dist.HashStore(), "here")
     others = [Agreement(shared, 1.0) for _ in range(2)]
-    assert shared.count("numbers") == 2
+    assert shared.next_number("numbers") == 2
     one = Agreement(shared, 1.0)
-    decision = one.admit(Decision([0], 1))
+    decision = one.find_newcomers(Decision([0], 1))
     assert decision == Decision([1, 3], 4, unannounced=[2])
     assert [decision.considers(worker) for worker in range(1, 5)] == [True, False, True, False]
     shared.put("address/2", others[0].heartbeats.address)
-    assert one.admit(decision) == Decision([2], 4)
+    assert one.find_newcomers(decision) == Decision([2], 4)
 
 
 def test_attempts_are_repeated_after_a_loss_only() -> None:
@@ -467,15 +534,15 @@ def test_attempts_are_repeated_after_a_loss_only() -> None:
             raise errors.pop()
         return "begun"
 
-    assert transport.repeat(fail) == "begun"
+    assert transport.retry_after_losses(fail) == "begun"
     for kind in (CommunicationTimeout, StoreLostError, EndedError, AttachError):
         errors[:] = [kind("not repeated")]
         with pytest.raises(kind):
-            transport.repeat(fail)
+            transport.retry_after_losses(fail)
         assert errors == []
     errors[:] = [CommunicationError("a worker died")] * 100
     with pytest.raises(CommunicationError):
-        transport.repeat(fail)
+        transport.retry_after_losses(fail)
     assert len(errors) == 100 - gathering._ATTEMPTS
 
 

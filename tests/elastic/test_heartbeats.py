@@ -1,5 +1,6 @@
 """Heartbeat connections: how they are accepted and closed."""
 
+import contextlib
 import errno
 import gc
 import os
@@ -63,7 +64,7 @@ def test_any_number_of_connections_can_be_opened_and_closed(
     assert there.dead() == set()
     assert descriptors() == before
     there.close()
-    assert descriptors() == before - 1
+    assert descriptors() == before - 2  # its listeners
 
 
 @pytest.mark.parametrize("accepted", [True, False])
@@ -72,12 +73,13 @@ def test_connections_end_with_the_worker(there: HeartbeatConnections, accepted: 
     assert here.connect({1: there.address}) == []
     if accepted:
         there.dead()
-        assert descriptors() == before + 3  # the listener of ``here``, and one socket at each end
+        there.dead()  # closes what the second port has accepted
+        assert descriptors() == before + 4  # the listeners of ``here``, and one socket at each end
     assert here.dead() == set()
     there.close()
     assert await_dead(here) == {1}
     here.close()
-    assert descriptors() == before - 1
+    assert descriptors() == before - 2
 
 
 def test_a_connection_that_was_reset_is_opened_again(there: HeartbeatConnections) -> None:
@@ -85,7 +87,8 @@ def test_a_connection_that_was_reset_is_opened_again(there: HeartbeatConnections
     here = HeartbeatConnections(100)
     assert here.connect({1: there.address}) == []
     for _ in range(3):
-        assert there.dead() == set()
+        while len(there._accepted) != 1:  # without that of the second port
+            assert there.dead() == set()
         (connection,) = there._accepted
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         there._accepted.clear()
@@ -100,6 +103,34 @@ def test_a_connection_that_was_reset_is_opened_again(there: HeartbeatConnections
     there.close()
     assert await_dead(here) == {1}
     here.close()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("data", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_port_of_another_process_hides_no_death(
+    there: HeartbeatConnections, index: int, data: bytes
+) -> None:
+    """Whether that one answers or not, and whether this worker has been connected before or not."""
+    here, late = HeartbeatConnections(100), HeartbeatConnections(100)
+    assert here.connect({1: there.address}) == []
+    host, port = there.address.split(", ")[index].split(":")
+    there.close()
+    with socket.create_server((host, int(port))) as foreign, contextlib.ExitStack() as accepted:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    accepted.enter_context(foreign.accept()[0]).sendall(data)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert await_dead(here) == {1}
+        assert late.connect({1: there.address}) == [1]
+        assert late.refused == {1}
+        foreign.shutdown(socket.SHUT_RDWR)
+        answering.join()
+    here.close()
+    late.close()
 
 
 def test_only_workers_that_return_a_ping_are_reachable(there: HeartbeatConnections) -> None:
@@ -120,7 +151,7 @@ def test_only_workers_that_return_a_ping_are_reachable(there: HeartbeatConnectio
     waiting.start()
     silent = f"127.0.0.1:{busy.getsockname()[1]}"
     addresses = {1: there.address, 2: silent, 3: ended.address}
-    assert here.unreachable(addresses) == [2, 3]
+    assert here.ping(addresses) == [2, 3]
     done.set()
     waiting.join()
     there.dead()
@@ -131,9 +162,9 @@ def test_only_workers_that_return_a_ping_are_reachable(there: HeartbeatConnectio
 
 def test_two_workers_return_their_pings_at_the_same_time(there: HeartbeatConnections) -> None:
     here, found = HeartbeatConnections(100), dict[int, list[int]]()
-    other = threading.Thread(target=lambda: found.update({1: there.unreachable({0: here.address})}))
+    other = threading.Thread(target=lambda: found.update({1: there.ping({0: here.address})}))
     other.start()
-    found[0] = here.unreachable({1: there.address})
+    found[0] = here.ping({1: there.address})
     deadline = time.monotonic() + 10
     while other.is_alive() and time.monotonic() < deadline:
         here.dead()

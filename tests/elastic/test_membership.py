@@ -3,7 +3,6 @@
 Each worker contributes 2 to the power of its identity, so that a sum tells who took part.
 """
 
-import gc
 import logging
 import math
 import os
@@ -23,9 +22,9 @@ from gathered import PLACES, die, gather_in_order, kill_at, meet, store
 from loops import error_of
 from offbeat.elastic import agreement, heartbeats, membership
 from offbeat.elastic.gathering import gathering_from_environment
+from offbeat.elastic.silence import SilenceLimits, machines_are_down
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import CommunicationError
-from transport.communicators import held
 from workers import run
 
 TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a time-out
@@ -638,41 +637,53 @@ def test_a_newcomer_waits_for_the_pause_after_a_change() -> None:
         assert generations[-1][1] == (0, 1, 3)
 
 
+@pytest.mark.parametrize(
+    ("present", "awaited", "limit"),
+    [({0, 1}, {2}, 30.0), ({0}, {1}, 30.0), ({0}, {1, 2}, 100.0), ({0, 1}, {2, 3, 4}, 100.0)],
+)
+def test_silent_members_are_given_up_after_a_limit(
+    present: set[int], awaited: set[int], limit: float
+) -> None:
+    """By at least half of the members 30 s after the newest arrival, by others at the time-out."""
+    limits = SilenceLimits(timeout_seconds=100.0)
+    for seconds in (limit - 1, limit + 1):
+        # The newest member arrived 40 s after this worker, or there was none.
+        for waited in (seconds + 40, seconds) if limit == 30.0 else (seconds,):
+            given_up = limits.give_up(present, awaited, waited, seconds, limits.usual)
+            assert given_up == (seconds > limit)
+    assert limits.retry == 3.0
+    assert SilenceLimits(2.0).usual == SilenceLimits(2.0).retry == 2.0
+
+
+def test_a_majority_does_not_wait_for_machines_that_are_down() -> None:
+    assert machines_are_down({0, 1}, {2}, {2})
+    assert not machines_are_down({0, 1}, {2, 3}, {2})
+    assert not machines_are_down({0}, {1, 2}, {1, 2}), "the network of this worker may be down"
+    assert not machines_are_down({0, 1}, {2}, {1, 2}), "rank 1 has arrived nevertheless"
+
+
 def test_the_pause_is_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times as long as the change took, at most a quarter of the patience with the others."""
-    times = iter((10.0, 11.5, 50.0, 53.0))
-    monkeypatch.setattr(membership.time, "monotonic", lambda: next(times))
-    one = object.__new__(membership.StoreMembership)
-    one._silence_seconds, one._decision = 30.0, agreement.Decision([], 0)
-    one._poll, one.generation = Mock(), Mock()
-    monkeypatch.setattr(one, "_enter_after", Mock())
-    for end in (11.5 + 6, 53 + 7.5):
+    """Four times as long as the change took, at most a quarter of the patience with the others.
+
+    It begins with the first attempt to open a generation, so further attempts admit no newcomer.
+    """
+    now, attempts = [10.0], iter(((1.0, "a newcomer died"), (0.5, ""), (3.0, "")))
+
+    def enter(number: int, decision: agreement.Decision) -> None:
+        seconds, error = next(attempts)
+        now[0] += seconds
+        if error:
+            raise CommunicationError(error)
+
+    monkeypatch.setattr(membership.time, "monotonic", lambda: now[0])
+    one: Any = object.__new__(membership.StoreMembership)
+    one._limits, one._pause_end, one._opened = SilenceLimits(100.0), 0.0, math.inf
+    one._worker, one._decision = 0, agreement.Decision([0], 1)
+    one._agreement, one._poll, one.generation, one.enter = Mock(), Mock(), Mock(number=0), enter
+    one._agreement.decide.return_value, one._agreement.timeout_seconds = one._decision, 100.0
+    for begin, end in ((10.0, 11.5 + 6), (50.0, 53 + 7.5)):
+        now[0] = begin
         one.next_generation(step=1)
         assert one._pause_end == end
-
-
-# -- many generations ------------------------------------------------------------------------------
-
-
-def change_often(rank: int, size: int, times: int) -> Any:
-    gc.freeze()  # else each collection would traverse all imported objects
-    worker, first = Worker(rank, size), (0, 0)
-    while worker.generation.number < times:
-        worker.until(*range(size))
-        if worker.generation.number == 3:
-            first = held()
-        if worker.generation.number % size == rank:
-            worker.change()
-        else:
-            worker.step()
-    gc.collect()
-    last = held(first)
-    return first, last, worker.until(*range(size)).finish()
-
-
-@pytest.mark.parametrize("times", some([8, 30], 0))
-def test_membership_changes_release_threads_and_descriptors(times: int) -> None:
-    """One more may exist, because at the first count a connection may not have been used yet."""
-    for first, last, generations in run(change_often, times, workers=3, newcomers=0):
-        assert [number for number, _ in generations] == list(range(times + 1))
-        assert all(a <= b + 1 for a, b in zip(last, first, strict=True)), (first, last)
+    admits = [call.kwargs["admits"] for call in one._agreement.decide.call_args_list]
+    assert admits == [True, False, True]

@@ -1,6 +1,5 @@
-"""timm's Lookahead, Opacus' private optimizer and PEFT's adapters, over two processes."""
+"""Opacus' private optimizer and PEFT's adapters, over two processes."""
 
-import importlib.util
 import warnings
 from typing import Any
 
@@ -11,48 +10,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from frameworks.real import STEPS, need, run, same, state
+from frameworks.real import STEPS, run, same, state
 from loops import attach, error_of
-from problems import Simulated, make_batch, make_model, train_step
+from problems import make_batch, make_model, train_step
 
 pytestmark = pytest.mark.filterwarnings("default")
-
-
-def lookahead_of(model: nn.Module) -> Any:
-    """Load Lookahead from its file, because importing timm needs a matching torchvision."""
-    spec = importlib.util.find_spec("timm")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    path = f"{spec.submodule_search_locations[0]}/optim/lookahead.py"
-    found = importlib.util.spec_from_file_location("lookahead", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module.Lookahead(torch.optim.SGD(model.parameters(), lr=0.05), k=2)
-
-
-def lookahead(rank: int, size: int) -> Any:
-    model = make_model(rank)
-    optimizer = lookahead_of(model)
-    sync = attach(model, optimizer, "local:period=1")
-    for step in range(STEPS):
-        train_step(model, optimizer, make_batch(rank, step))
-    steps = sync.step
-    sync.finish()
-    return state(model), steps
-
-
-def test_lookahead_is_synchronized_from_its_first_step() -> None:
-    need("timm")
-    models: list[nn.Module] = [make_model(0), make_model(0)]
-    reference = Simulated(models, [lookahead_of(model) for model in models])
-    for step in range(STEPS):
-        reference.step(step)
-        reference.average()
-    for model, steps in run(lookahead):
-        same(model, state(models[0]), 1e-12)
-        assert steps == STEPS
 
 
 def private(rank: int, size: int) -> Any:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the lab: one thread per process, no models left over."""
+"""Fixtures of the tests of the lab: one thread per process, no models left over, narrow models."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from lab import tiny
+from offbeat_lab.recipes.models import resnet
+from offbeat_lab.recipes.models.resnet import ResNet
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,3 +24,9 @@ def recipe_tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
     yield
     tiny.built.clear()
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let recipes build models with fewer layers."""
+    monkeypatch.setattr(resnet, "ResNet", lambda _, classes: ResNet((1, 1), classes))

@@ -1,10 +1,32 @@
-"""A small stand-in for MNIST, in the real format."""
+"""Small stand-ins for public data sets, in the real formats."""
 
 import gzip
 import struct
 from pathlib import Path
 
 import numpy as np
+
+
+def write_cifar(folder: Path, *, train: int = 40, test: int = 8) -> Path:
+    """Write CIFAR-10 with so many images as an ``.npz`` file. Return its path."""
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for split, count in (("train", train), ("test", test)):
+        arrays[f"x_{split}"] = generator.integers(256, size=(count, 32, 32, 3), dtype=np.uint8)
+        arrays[f"y_{split}"] = generator.integers(10, size=(count, 1), dtype=np.uint8)
+    np.savez(folder / "cifar10.npz", **arrays)
+    return folder / "cifar10.npz"
+
+
+def write_text(folder: Path, *, lines: int = 60) -> Path:
+    """Write text like WikiText's: lines of 12 out of 15 words in the same cyclic order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [*"abcdefghijk", "<unk>", "=", ",", "."]
+    for split, count in (("train", lines), ("test", lines // 3)):
+        turns = [words[i % 15 :] + words[: i % 15] for i in range(count)]
+        text = "".join(f" {' '.join(line[:12])} \n" for line in turns)
+        (folder / f"wiki.{split}.tokens").write_text(text, encoding="utf-8")
+    return folder
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:

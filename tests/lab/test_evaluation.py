@@ -16,7 +16,7 @@ from offbeat.synchronizer import snapshot_of
 from offbeat_lab import evaluator
 from offbeat_lab.compare import run_and_record
 from offbeat_lab.evaluation import average_over_workers, evaluate, gather, storable_evaluations
-from offbeat_lab.events import Evaluation, Event, Waiting
+from offbeat_lab.events import Evaluation, Event
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.methods.base import Attached
@@ -259,19 +259,6 @@ def server_and_snapshot(rank: int, size: int, text: str) -> tuple[list[Tensor], 
 def test_snapshots_of_a_parameter_server_are_its_vector(text: str) -> None:
     for averaged, shown in run(server_and_snapshot, text, workers=3):
         torch.testing.assert_close(averaged, shown)
-
-
-def test_events_report_what_is_waited_for() -> None:
-    """The evaluations follow the training."""
-    events: list[Event] = []
-    job = Job("digits", "bsp", 2, epochs=0.2, evaluations=2)
-    run_and_record(job, events.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
-    names = [e.what if isinstance(e, Waiting) else type(e).__name__ for e in events]
-    assert names == [
-        *("loading the data", "connecting to the other workers", "Start"),
-        *(["Step"] * 5),
-        *("finishing", "evaluating", "Evaluation", "Evaluation", "End"),
-    ]
 
 
 def test_infinite_buffers_are_no_divergence() -> None:

@@ -60,12 +60,10 @@ def test_options_of_the_whole_comparison_stay() -> None:
         ),
         ("bsp wire=int8", "in 'bsp wire=int8': wire cannot be given to one strategy; .*"),
         ("bsp --wire", "in 'bsp --wire': --wire needs a value"),
-        ("bsp --wire=", "in 'bsp --wire=': --wire needs a value"),
         ("bsp --lr-scale two", "in 'bsp --lr-scale two': --lr-scale must be a number"),
         ("bsp --wire int8 --wire int8", ".*: --wire is given twice"),
         ("bsp --wire int3", "wire must be .*"),
         ("ssp:staleness=1 --wire int8", "wire='int8' with ssp:staleness=1: baselines .* exact.*"),
-        ("bsp --lr-scale nan", "lr-scale must be positive and finite, got nan"),
         ("bsp --injection 2", "injection must be .*"),
         ("streaming --injection 1,1", "data injection with streaming: .*; use BSP, LocalSGD, .*"),
         ("easgd --injection 0.5,0.5", "data injection with easgd: its workers do not wait .*"),
@@ -75,7 +73,6 @@ def test_options_of_the_whole_comparison_stay() -> None:
             "local:period=8 --outer-state average",
             ".*: --outer-state cannot be given to one strategy; .*",
         ),
-        ("", "unknown strategy ''; .*"),
     ],
 )
 def test_options_of_a_strategy_are_honoured_or_refused(text: str, message: str) -> None:

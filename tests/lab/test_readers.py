@@ -1,9 +1,6 @@
-"""Parsers of text, files and arguments return, or raise an error of one line."""
+"""Parsers of text and arguments return, or raise an error of one line."""
 
-import dataclasses
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,12 +9,9 @@ from hypothesis import strategies as st
 import offbeat
 from offbeat import Compute
 from offbeat.errors import OffbeatError
-from offbeat.telemetry import Stats
 from offbeat.units import to_bandwidth, to_count, to_seconds
-from offbeat_lab.events import Evaluation
 from offbeat_lab.job import Job
 from offbeat_lab.methods.registry import parse_method
-from offbeat_lab.results import Result, read_results
 from offbeat_lab.samplers import parse_injection
 
 
@@ -35,8 +29,6 @@ def returns(attempt: Callable[[], object]) -> bool:
     assert "\n" not in message
     return False
 
-
-# -- text -----------------------------------------------------------------------------------------
 
 PIECES = [
     *("bsp", "local", "selsync", "async", "fedavg", "streaming", "ideal", "torch:ddp", "own:A"),
@@ -66,42 +58,3 @@ def test_any_text(text: str) -> None:
 def test_ranks_beyond_the_workers_are_rejected() -> None:
     with pytest.raises(ValueError, match="compute names worker 99, but there are 2"):
         offbeat.simulate(lambda: None, workers=2, compute=Compute(slowdown={99: 2.0}))
-
-
-# -- files ----------------------------------------------------------------------------------------
-
-
-def results() -> bytes:
-    point = Evaluation(step=1, seconds=0.5, metric=0.5, metrics={"accuracy": 0.5})
-    one = Result(
-        job=Job("digits"),
-        metric="accuracy",
-        higher_is_better=True,
-        target=0.9,
-        link="loopback",
-        machine="this",
-        versions={"offbeat": "0"},
-        simulated=False,
-        points=(point,),
-        stats=(Stats(steps=3),),
-    )
-    return json.dumps(one.to_dict()).encode()
-
-
-def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:
-    """The error names file and line for missing fields, wrong types and invalid JSON."""
-    path = tmp_path / "results.jsonl"
-    good = json.loads(results())
-    for change in ({"points": []}, {"stats": 3}, {"job": {}}, {"job": 1}, {"points": [{"a": 1}]}):
-        path.write_bytes(results() + b"\n" + json.dumps({**good, **change}).encode() + b"\n")
-        with pytest.raises(ValueError, match=r"results\.jsonl, line 2, is not a result: "):
-            read_results(path)
-    required = [f.name for f in dataclasses.fields(Result) if f.default is dataclasses.MISSING]
-    assert "points" in required
-    for missing in required:
-        path.write_text(json.dumps({k: v for k, v in good.items() if k != missing}))
-        with pytest.raises(ValueError, match=rf"line 1, is not a result: KeyError: '{missing}'"):
-            read_results(path)
-    path.write_bytes(b"\xff\xfe{")
-    with pytest.raises(ValueError, match="line 1, is not a result"):
-        read_results(path)

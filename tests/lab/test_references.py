@@ -241,10 +241,8 @@ def test_unknown_values_are_null_in_a_result() -> None:
         ("torch:ddp,period=8", "torch:ddp has no setting 'period'; it has hook"),
         ("torch:postlocal", "torch:postlocal needs period, as in torch:postlocal,period=8"),
         ("torch:postlocal,period=1", "period must be at least 2, got 1"),
-        ("ideal,period=8", "ideal has no setting 'period'; it has no settings"),
         ("torch:ddp --wire int8", "--wire int8: torch:ddp cannot honour it, leave it out"),
         ("torch:ddp --injection 0.5,0.5", "--injection 0.5,0.5: torch:ddp cannot honour it, .*"),
-        ("ideal --wire int8", "--wire int8: ideal cannot honour it, leave it out"),
         ("ideal --injection 0.5,0.5", "--injection 0.5,0.5: ideal cannot honour it, leave it out"),
     ],
 )

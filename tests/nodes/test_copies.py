@@ -89,7 +89,7 @@ def test_a_node_agrees_on_the_largest_of_each_number() -> None:
         across, node = dist.group.WORLD.make_nodes(60.0)  # type: ignore[union-attr]
         team = Team(across, node=node)
         team.host.sleep(0.5 * (rank % 2), "some workers come later")
-        agreed = team.agree(float(rank), -float(rank), 3.0)
+        agreed = team.maximum_over_node(float(rank), -float(rank), 3.0)
         waited = round(team.account.wait_seconds, 1)
         return [
             *agreed,
@@ -104,5 +104,5 @@ def test_a_node_agrees_on_the_largest_of_each_number() -> None:
     ]
 
 
-def test_without_a_node_agree_returns_its_arguments() -> None:
-    assert Team(SingleCommunicator()).agree(2.0, -1.0) == [2.0, -1.0]
+def test_without_a_node_the_maximum_is_of_one_process() -> None:
+    assert Team(SingleCommunicator()).maximum_over_node(2.0, -1.0) == [2.0, -1.0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import offbeat
 from loops import Faulty, attach, close, error_of, everything, sgd, trained
-from offbeat.nodes.detection import layout, open_nodes
+from offbeat.nodes.detection import group_into_nodes, open_nodes
 from offbeat.strategies.registry import STRATEGIES
 from problems import bsp_reference, flat, loss_of, make_batch, make_model
 from workers import run
@@ -318,11 +318,11 @@ def test_invalid_options_are_refused_on_all_workers() -> None:
 )
 def test_errors_name_inconsistent_nodes(reported: list[Any], text: str) -> None:
     with pytest.raises(offbeat.AttachError, match=text):
-        layout(reported)
+        group_into_nodes(reported)
 
 
 def test_nodes_are_ordered_by_their_lowest_rank() -> None:
-    assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
+    assert group_into_nodes([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
 
 
 @pytest.mark.parametrize("sharded", [False, True])

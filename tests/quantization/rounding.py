@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from offbeat.quantization.kernels import BLOCK
+from offbeat.quantization.block_format import BLOCK
 
 
 def values(seed: int, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offbeat.quantization import kernels as module
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS
-from offbeat.quantization.kernels import BLOCK
 from quantization.rounding import most, values
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import offbeat
 import worlds
 from offbeat.quantization import kernels
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS
-from offbeat.quantization.kernels import BLOCK
 from problems import flat, make_wide, wide_step
 from quantization.rounding import values
 

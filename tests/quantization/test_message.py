@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS
-from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.message import ExactMessage, Message, QuantizedMessage, Section, Stream
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.transport.team import Team

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.averaging.gradients import GradientMean
-from offbeat.quantization.kernels import BLOCK
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.wire import Wire
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team

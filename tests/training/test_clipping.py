@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
-from cells import some
 from loops import attach, close, error_of, sgd, start
 from problems import (
     OPTIMIZERS,
-    Simulated,
     bsp_reference,
     flat,
     gradients,
@@ -25,7 +22,6 @@ from worlds import run
 
 MAX_NORM = 0.3  # every gradient of these problems is longer
 STEPS = 6
-clip_by_torch = nn.utils.clip_grad_norm_
 
 
 def by_sync(model: nn.Module, sync: Any) -> None:
@@ -33,22 +29,17 @@ def by_sync(model: nn.Module, sync: Any) -> None:
 
 
 def by_torch(model: nn.Module, sync: Any) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type=2.0)
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
 
-def by_a_name(model: nn.Module, sync: Any) -> None:
-    """Clip with a function that a script has imported before anything was attached."""
-    clip_grad_norm_(list(model.parameters()), max_norm=MAX_NORM)
+WAYS = [by_sync, by_torch]
 
 
-WAYS = [by_sync, by_torch, by_a_name]
-
-
-def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: bool) -> Any:
+def trained(rank: int, size: int, clip: Callable[..., None], scaled: bool) -> Any:
     model = make_model(rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4) if scaled else None
-    sync = attach(model, optimizer, text, scaler=scaler)
+    sync = attach(model, optimizer, "bsp", scaler=scaler)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model, make_batch(rank, step))
@@ -66,32 +57,13 @@ def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: 
     return flat(model)
 
 
-@pytest.mark.parametrize("clip", some(WAYS, 0, 1))
+@pytest.mark.parametrize("clip", WAYS)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_mean_is_clipped(clip: Callable[..., None], scaled: bool) -> None:
     """As under DDP, which averages before the clip."""
     expected = bsp_reference(2, "momentum", STEPS, MAX_NORM)[-1]
-    for model in run(trained, clip, "bsp", scaled, workers=2):
+    for model in run(trained, clip, scaled, workers=2):
         close(model, expected)
-
-
-@pytest.mark.parametrize("clip", WAYS)
-def test_without_a_mean_of_gradients_each_worker_clips_local_gradients(
-    clip: Callable[..., None],
-) -> None:
-    reference = Simulated.start(2, "momentum")
-    for step in range(STEPS):
-        for rank, (model, optimizer) in enumerate(
-            zip(reference.models, reference.optimizers, strict=True)
-        ):
-            optimizer.zero_grad()
-            loss_of(model, make_batch(rank, step)).backward()
-            clip_by_torch(model.parameters(), MAX_NORM)
-            optimizer.step()
-        if step % 2:
-            reference.average()
-    for model in run(trained, clip, "local:period=2", False, workers=2):
-        close(model, reference.flat()[0])
 
 
 def skipping(rank: int, size: int, keep: bool) -> Any:
@@ -116,7 +88,7 @@ def test_a_loop_may_skip_a_step(keep: bool) -> None:
         each = [gradients(model, make_batch(rank, step)) for rank in range(2)]
         for p, *parts in zip(model.parameters(), *each, strict=True):
             p.grad = sum(parts) / 2  # type: ignore[assignment]
-        clip_by_torch(model.parameters(), MAX_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         if step % 3 != 1:
             optimizer.step()
     for result, counted in run(skipping, keep, workers=2):
@@ -124,27 +96,32 @@ def test_a_loop_may_skip_a_step(keep: bool) -> None:
         assert counted == 4
 
 
-def replaced(rank: int, size: int) -> Tensor:
+def replaced(rank: int, size: int, clips: bool) -> Tensor:
     """Replace the gradients after backward, as optimizers for differential privacy do."""
     model = make_model(rank)
     optimizer = sgd(model)
-    with attach(model, optimizer, "bsp"):
+    with attach(model, optimizer, "bsp") as sync:
         loss_of(model, make_batch(rank, 0)).backward()
         for p, gradient in zip(
             model.parameters(), gradients(model, make_batch(rank, 0)), strict=True
         ):
             p.grad = 2 * gradient
+        if clips:
+            sync.clip_grad_norm_(MAX_NORM)
         optimizer.step()
     return flat(model)
 
 
-def test_gradients_that_the_loop_sets_are_averaged_at_the_step() -> None:
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_the_loop_sets_are_averaged_before_the_clip_or_step(clips: bool) -> None:
     def double(model: nn.Module) -> None:
         for p in model.parameters():
             p.grad *= 2  # type: ignore[operator]
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
     (expected,) = bsp_reference(2, "sgd", 1, change=double)
-    for result in run(replaced, workers=2):
+    for result in run(replaced, clips, workers=2):
         close(result, expected)
 
 

@@ -120,30 +120,6 @@ def test_a_wrapper_changes_nothing() -> None:
     assert not torch.equal(local[0][0][0], other_local[0][0][0]), "between two means they differ"
 
 
-def in_nodes(rank: int, size: int) -> Any:
-    """Train with and without a wrapper over all workers, in two nodes of two."""
-    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-
-    def bare(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
-        return attach(model, sgd(model), strategy, node_group=nodes[rank // 2]), model
-
-    def wrapped(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
-        wrapper = DistributedDataParallel(model)
-        return attach(wrapper, sgd(model), strategy, node_group=nodes[rank // 2]), wrapper
-
-    return [trained(rank, way, offbeat.LocalSGD(period=3)) for way in (bare, wrapped)]
-
-
-def test_a_wrapper_changes_nothing_in_nodes() -> None:
-    """The workers of a node average their gradients, and the wrapper over all workers is off."""
-    results = run(in_nodes, workers=4)
-    for (before, sent, after), (wrapped_before, wrapped_sent, wrapped_after) in results:
-        assert wrapped_sent == sent
-        for one, other in zip(before + after, wrapped_before + wrapped_after, strict=True):
-            assert torch.equal(one, other)
-    assert not torch.equal(results[0][0][0][0], results[2][0][0][0]), "the nodes differ"
-
-
 def by_callbacks(rank: int, size: int) -> Any:
     """Train under both callbacks, with stand-ins for the frameworks. Twice under the first one."""
     transformers = types.ModuleType("transformers")

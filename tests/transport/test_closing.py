@@ -1,6 +1,8 @@
 """Closing: releases all resources, ends pending operations, and loses no result of a peer."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -197,7 +199,7 @@ def leave_one_inside(rank: int, size: int) -> Any:
     communicator.host.spawn(finish, what="one that computes")
     communicator.close()
     meet("rank 0 has left", [0, 1])
-    abandoned = {thread.name for thread, _ in threads._abandoned}
+    abandoned = {thread.name for thread in threads._abandoned}
     threads._abandoned.clear()  # for at the very end
     return ended.is_set(), abandoned, error_of(kept.wait)[1]
 
@@ -211,6 +213,30 @@ def test_closing_waits_for_computing_threads_but_not_for_operations_that_gloo_ca
     assert ended
     assert {"a message", "one that computes"} & abandoned == {"a message"}
     assert text == "rank 0 has given up"
+
+
+STUCK_IN_GLOO = """
+import itertools, time
+import torch.distributed as dist
+from offbeat.transport.torch_backend.process_groups import GroupFactory
+
+def connect(store, *_):
+    store.set("given up", "rank 1 has given up: it is cut off")
+    time.sleep(3600)  # as gloo waits for a member that does not connect
+
+dist.ProcessGroupGloo = connect
+factory = GroupFactory(dist.HashStore(), 0, 1, "groups", itertools.count())
+factory.open("gloo", timeout_seconds=3600)
+"""
+
+
+def test_a_process_ends_although_gloo_still_connects_to_a_member() -> None:
+    """Python waits for a few seconds at exit, not for gloo's time limit: here five hours."""
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK_IN_GLOO], capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("OpeningError: rank 1 has given up: it is cut off\n")
 
 
 def use_a_closed_one(rank: int, size: int, under_way: bool) -> Any:

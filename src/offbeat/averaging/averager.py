@@ -34,15 +34,15 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.buffer_mean import BufferMean
-from offbeat.averaging.copies import Copies
 from offbeat.averaging.flat import Share, Slice, Space, cut, make_spaces
 from offbeat.averaging.flight import Flight, Part, Step, sections_of
 from offbeat.averaging.flow import Flow
+from offbeat.averaging.model_mean import BufferMean
 from offbeat.averaging.pace import Sizer
+from offbeat.averaging.shares import exchange_shares
 from offbeat.averaging.votes import Round, Vote, summed_votes
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.quantization.kernels import BLOCK
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.message import (
     SINGLE_STAGE_WORKERS,
     ExactMessage,
@@ -131,7 +131,7 @@ class Averager(Flow):
             fresh_step=worker.step,
             checked_step=worker.step,
         )
-        self.report()
+        self.update_details()
 
     def _make_parts(self) -> None:
         """Allocate P and v, and cut the model into parts.
@@ -147,27 +147,27 @@ class Averager(Flow):
         inexact = several and (not wire.exact or averages.eager)
         self._stores = self.stores_shared or steps or inexact
         velocity = steps and averages.outer.momentum > 0
-        place = team.node.inside.rank if team.node is not None and team.copies > 1 else 0
+        place = team.node.inside.rank if team.node is not None and team.models_per_node > 1 else 0
         spaces = [
             make_spaces(
                 [parameter for _, parameter in worker.replica.parameters],
                 shared=self._stores and index == place,
                 velocity=velocity and index == place,
-                share=Share(index, team.copies),
+                share=Share(index, team.models_per_node),
             )
-            for index in range(team.copies)
+            for index in range(team.models_per_node)
         ]
         self.spaces = spaces[place]
         elements = sum(space.x.elements for space in self.spaces)
-        (exact,) = team.agree(float(not wire.saves(elements, 4) and elements > 0))
+        (exact,) = team.maximum_over_node(float(not wire.saves(elements, 4) and elements > 0))
         self.precision: str | None = None if wire.exact or exact else wire.precision
         self.make_errors()
         slices_of = [self._cut(each) for each in spaces]
         # The processes of a node sum a part together, so all need the same number of parts.
-        number = int(team.agree(max(map(len, slices_of)))[0])
+        number = int(team.maximum_over_node(max(map(len, slices_of)))[0])
         for each in slices_of:
             each += [[] for _ in range(number - len(each))]
-        self._copies = None if team.copies == 1 else Copies(team, slices_of)
+        self._slices_of = slices_of
         self.parts = [
             Part(index, slices, worker.step) for index, slices in enumerate(slices_of[place])
         ]
@@ -176,7 +176,7 @@ class Averager(Flow):
         """Return the slices of each part."""
         worker, parts = self.worker, self.averages.parts
         size = sum(space.x.elements * space.x.tensors[0].itemsize for space in spaces)
-        (largest,) = worker.team.agree(size)
+        (largest,) = worker.team.maximum_over_node(size)
         number = parts(round(largest)) if callable(parts) else parts
         # If the mean has two stages, each worker sums an equal number of blocks of each part.
         owners = 1 if worker.size <= SINGLE_STAGE_WORKERS else worker.size
@@ -229,7 +229,7 @@ class Averager(Flow):
 
     # -- launching -------------------------------------------------------------------------------
 
-    def begin(
+    def begin_launch(
         self,
         parts: Sequence[Part],
         weight: float,
@@ -247,7 +247,7 @@ class Averager(Flow):
         exact = self.precision is None
         flight = Flight([*parts], sections, message, weight, total, steps, worker.step, exact)
         flight.measures = self.averages.error_feedback
-        self.report()
+        self.update_details()
         for space in self.spaces:
             space.x.refresh()
         flight.work = flight.pack(check=exact and worker.size > 1, mark=not self.averages.blocking)
@@ -275,7 +275,7 @@ class Averager(Flow):
         flight.finite &= flight.message.finite()
         if self.sends_buffers(flight):
             flight.finite &= worker.finite_buffers()
-        (wrong,) = worker.team.agree(float(not flight.finite))
+        (wrong,) = worker.team.maximum_over_node(float(not flight.finite))
         flight.finite = not wrong
         if wrong and worker.guarded:
             flight.message.clear()
@@ -290,7 +290,8 @@ class Averager(Flow):
         worker = self.worker
         if self.sends_buffers(flight):
             weight = flight.weight if flight.finite or not worker.guarded else 0.0
-            flight.buffers = BufferMean(worker, weight, what=f"buffers with {flight.message.what}")
+            what = f"buffers with {flight.message.what}"
+            flight.buffers = BufferMean(worker.team, worker.replica, weight, worker.step, what=what)
         flight.future = flight.message.start(vote)
         flight.sent_seconds = worker.team.host.now()
 
@@ -313,16 +314,16 @@ class Averager(Flow):
             # Without local steps since the launch x ← P, with the same bits on all workers.
             unmoved = self.averages.blocking or worker.model_version <= flight.step
             flight.move_and_add(overwrite=unmoved)
-        self.landed(flight, take=take)
+        self.finish_landing(flight, take=take)
 
-    def landed(self, flight: Flight, *, take: bool = True) -> None:
+    def finish_landing(self, flight: Flight, *, take: bool = True) -> None:
         """Complete a landing: write the buffers, and update the counters."""
         state, view, worker = self.state, self.state.view, self.worker
         total = self.buffer_total(flight)
         if total and take:
             self._share(flight.parts)
             if flight.buffers is not None:
-                flight.buffers.write(total)
+                flight.buffers.write(total, worker.model_version)
         self._flying.remove(flight)
         for part in flight.parts:
             part.flight = None
@@ -339,12 +340,13 @@ class Averager(Flow):
             sent, mean = worker.team.sum_over_node(sent_squared, mean_squared)
             before = view.squares
             view.squares = keep * before[0] + sent, keep * before[1] + mean
-        self.report()
+        self.update_details()
 
     def _share(self, parts: Sequence[Part]) -> None:
-        """Exchange the averaged shares of ``parts`` within the node, if it has copies. Blocks."""
-        if self._copies is not None:
-            self._copies.share([part.index for part in parts])
+        """Exchange the averaged shares of ``parts`` within the node, if it has several. Blocks."""
+        node = self.worker.team.node
+        if node is not None and len(self._slices_of) > 1:
+            exchange_shares(node.inside, self._slices_of, [part.index for part in parts])
 
     def buffer_total(self, flight: Flight) -> float:
         """Return the sum of the workers' weights, by which sums of buffers are divided."""
@@ -381,7 +383,7 @@ class Averager(Flow):
         if staleness > worker.details.get("staleness_max", 0):
             worker.details["staleness_max"] = staleness
 
-    def report(self) -> None:
+    def update_details(self) -> None:
         """Update ``Stats.details`` after a launch or a landing."""
         state, view, details = self.state, self.state.view, self.worker.details
         details.update(parts=view.count, launches=view.launches, landings=state.landings)
@@ -405,7 +407,7 @@ class Averager(Flow):
         if worker.size == 1:
             return
         what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
-        worker.exact_mean.consensus(*self.consensus_weights(last), final=final, what=what)
+        worker.model_mean.consensus(*self.consensus_weights(last), final=final, what=what)
 
     def consensus_weights(self, last: Round) -> tuple[float, float]:
         """Return this worker's weight in a consensus, and the sum of all workers' weights."""
@@ -423,7 +425,7 @@ class Averager(Flow):
     def after_load(self) -> None:
         for part, step in zip(self.parts, self.state.synced_steps, strict=True):
             part.synced_step = step
-        self.report()
+        self.update_details()
 
 
 class RoundAverager(Averager):
@@ -521,7 +523,7 @@ class RoundAverager(Averager):
         return self.state.landings > landings
 
     def _launch(self, part: Part, round: Round) -> None:
-        flight = self.begin(
+        flight = self.begin_launch(
             [part],
             round.own.weight,
             lambda: round.wait().weight,

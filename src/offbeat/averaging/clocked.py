@@ -75,7 +75,7 @@ class ClockedAverager(Averager):
         may_launch = pace.credit_seconds >= 0
         self._advance(arrived=arrived, may_launch=may_launch)
         while worker.step - state.fresh_step >= self.averages.bound:
-            self._complete(self._flying[0] if self._flying else self._begin(stepping=True))
+            self._complete(self._flying[0] if self._flying else self._begin_message(stepping=True))
             if self.unsynced:
                 self._advance(arrived=False, may_launch=may_launch)
 
@@ -95,7 +95,7 @@ class ClockedAverager(Averager):
                 waited = team.wait_while(lambda: not moved.done(), limit, what)
                 in_vain = not moved.done()
             arrived = moved.done()
-        late, waited, in_vain_, debt = team.agree(
+        late, waited, in_vain_, debt = team.maximum_over_node(
             float(not arrived), waited, float(in_vain), -pace.credit_seconds
         )
         pace.waited(waited, in_vain=bool(in_vain_))
@@ -114,12 +114,12 @@ class ClockedAverager(Averager):
             self._receive(flight)
             if not self._work(flight, deadline):
                 return
-            self.landed(flight)
+            self.finish_landing(flight)
             flight = None
         if flight is None:
             if not (may_launch and self.strategy.due(self.view_of(stepping=True))):
                 return
-            flight = self._begin(stepping=True)
+            flight = self._begin_message(stepping=True)
         if self._work(flight, deadline):
             self._send(flight)
 
@@ -144,7 +144,7 @@ class ClockedAverager(Averager):
         flight.moved.wait()
         self._receive(flight)
         self._work(flight, math.inf)
-        self.landed(flight)
+        self.finish_landing(flight)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class ClockedAverager(Averager):
             numbers=(*self.strategy.vote(self.view_of(stepping=stepping)), self._cost),
         )
 
-    def _begin(self, *, stepping: bool) -> Flight:
+    def _begin_message(self, *, stepping: bool) -> Flight:
         """Begin the next message."""
         view, sums = self.view_of(stepping=stepping), self._sums
         votes = summed_votes(Completed(sums._replace(numbers=sums.numbers[:-1])))
@@ -165,7 +165,7 @@ class ClockedAverager(Averager):
         parts = self.next_parts(self.state.sizer.number if number == math.inf else number)
         steps = self.outer_steps(parts, votes)
         vote = self.rounds.number(self._vote(stepping=stepping))
-        flight = self.begin(parts, vote.weight, lambda: math.nan, steps)
+        flight = self.begin_launch(parts, vote.weight, lambda: math.nan, steps)
         flight.vote = vote
         return flight
 
@@ -193,7 +193,7 @@ class ClockedAverager(Averager):
         like = (
             self.parts[0].slices[0].space.x.tensors[0] if self.parts[0].slices else torch.empty(0)
         )
-        flight.moved = team.movers.start(flight.future, move, what=flight.message.what, like=like)
+        flight.moved = team.landings.start(flight.future, move, what=flight.message.what, like=like)
 
     def _receive(self, flight: Flight) -> None:
         """Prepare the landing of a message that has arrived. Called again, it does nothing."""
@@ -212,7 +212,7 @@ class ClockedAverager(Averager):
         self.syncs += 1
         if pace.step_seconds and flight.arrived_seconds is not None:
             seconds = flight.arrived_seconds - flight.sent_seconds
-            (self._flight_steps,) = self.worker.team.agree(seconds / pace.step_seconds)
+            (self._flight_steps,) = self.worker.team.maximum_over_node(seconds / pace.step_seconds)
         # What the workers have measured of the previous message came with this one.
         fastest = min(vote.flight_steps for vote in flight.votes)
         if math.isfinite(fastest) and self._measured:
@@ -221,10 +221,11 @@ class ClockedAverager(Averager):
         self._measured = len(flight.parts)
 
     @override
-    def landed(self, flight: Flight, *, take: bool = True) -> None:
-        super().landed(flight, take=take)
+    def finish_landing(self, flight: Flight, *, take: bool = True) -> None:
+        super().finish_landing(flight, take=take)
         step = self.pace.step_seconds
-        (self._cost,) = self.worker.team.agree(flight.processor_seconds / step if step else 0.0)
+        cost = flight.processor_seconds / step if step else 0.0
+        (self._cost,) = self.worker.team.maximum_over_node(cost)
 
     @override
     def buffer_total(self, flight: Flight) -> float:
@@ -236,8 +237,8 @@ class ClockedAverager(Averager):
         return 1.0, float(self.worker.size)
 
     @override
-    def report(self) -> None:
-        super().report()
+    def update_details(self) -> None:
+        super().update_details()
         self.worker.details.update(message_parts=self.state.sizer.number)
 
     # -- barrier ---------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class ClockedAverager(Averager):
         while self._flying:
             self._complete(self._flying[0])
         while True:
-            flight = self._begin(stepping=False)
+            flight = self._begin_message(stepping=False)
             self._complete(flight)
             if not flight.sums.stepping:
                 worker.record.clear()

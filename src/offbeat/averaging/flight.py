@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.flat import Slice, joined
+from offbeat.averaging.model_mean import BufferMean
 from offbeat.averaging.votes import Vote
 from offbeat.quantization.kernels import kernels_for
 from offbeat.quantization.message import Message, Squares

@@ -112,9 +112,6 @@ class Flow(ABC):
             True if this call synchronized the workers, for example averaged their gradients.
         """
 
-    def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:  # noqa: B027
-        """Handle a step that an optimizer has taken. Its gradients still exist."""
-
     def step_skipped(self) -> None:  # noqa: B027
         """Handle a step that all optimizers skipped. Called before ``step_ended``."""
 
@@ -130,7 +127,7 @@ class Flow(ABC):
         Returns the last round, in which no worker steps.
         """
         finishing = self.worker.call == "finish()"
-        self.pause(finishing=finishing)
+        self.enter_barrier(finishing=finishing)
         warning = None if finishing else WaitingWarning(self.worker)
         while True:
             round, self._pending = self._pending, None
@@ -138,20 +135,20 @@ class Flow(ABC):
                 round = self.vote(0, stepping=False)
             sums = round.wait()
             if sums.stepping == 0:
-                self.all_paused(round)
+                self.leave_barrier(round)
                 self.worker.record.clear()
                 return round
             if warning is not None:
                 warning(sums)
             self.act(round)
 
-    def pause(self, *, finishing: bool) -> None:  # noqa: B027
+    def enter_barrier(self, *, finishing: bool) -> None:  # noqa: B027
         """Prepare for a barrier. This worker takes no step until the barrier ends. May block.
 
         ``finishing`` is True if this worker has called ``Synchronizer.finish``.
         """
 
-    def all_paused(self, last: Round) -> None:  # noqa: B027
+    def leave_barrier(self, last: Round) -> None:  # noqa: B027
         """Handle the end of the barrier. No worker steps in ``last``, the round that ended it."""
 
     @abstractmethod

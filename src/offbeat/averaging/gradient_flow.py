@@ -116,12 +116,12 @@ class GradientFlow(Flow):
         return True
 
     @override
-    def all_paused(self, last: Round) -> None:
+    def leave_barrier(self, last: Round) -> None:
         # A worker that ran out of data before others receives the newest model.
         weight = last.wait().weight
         if 0 < weight < self.worker.size:
             what = f"mean of the newest models at step {self.worker.step}"
-            self.worker.exact_mean.average(last.own.weight, weight, what=what)
+            self.worker.model_mean.average(last.own.weight, weight, what=what)
             self.state.newest = True
 
     @override
@@ -129,4 +129,4 @@ class GradientFlow(Flow):
         worker = self.worker
         if worker.size > 1:  # the parameters are equal on all workers
             what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
-            worker.exact_mean.average_buffers(1.0, worker.size, what=what)
+            worker.model_mean.average_buffers(1.0, worker.size, what=what)

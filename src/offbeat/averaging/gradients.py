@@ -30,7 +30,7 @@ from offbeat.quantization.wire import Wire
 from offbeat.transport.future import Completed, Future
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network is busy early in backward
-_NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0  # layout of a gradient: missing, dense, sparse
+_MISSING, _DENSE, _SPARSE = 0.0, 1.0, 2.0  # kinds of gradients: missing, dense, sparse
 
 
 def gradient_buckets(
@@ -108,19 +108,19 @@ class _GradientBucket:
         dense = [g.detach().to_dense() if g.is_sparse else g.detach() for g in gradients]
         return torch.cat([as_real(g).reshape(-1) for g in dense], out=self.flat)
 
-    def write(self, divisor: float, layouts: Sequence[float]) -> None:
-        """Replace the gradients by the sum / ``divisor``. ``layouts``: see ``_Agreement``."""
+    def write(self, divisor: float, kinds: Sequence[float]) -> None:
+        """Replace the gradients by the sum / ``divisor``. ``kinds``: see ``_Agreement``."""
         parts = self.flat.split(self.lengths)
-        for parameter, part, layout in zip(self.parameters, parts, layouts, strict=True):
+        for parameter, part, kind in zip(self.parameters, parts, kinds, strict=True):
             gradient = parameter.grad
-            if layout == _NONE:
+            if kind == _MISSING:
                 continue
             if gradient is None or gradient.is_sparse or _is_expanded(gradient):
                 gradient = torch.empty_like(parameter)
             numbers = as_real(gradient.detach())
             torch.mul(part.view(numbers.shape), 1 / divisor, out=numbers)
             if gradient is not parameter.grad:
-                parameter.grad = _to_sparse(gradient) if layout == _SPARSE else gradient
+                parameter.grad = _to_sparse(gradient) if kind == _SPARSE else gradient
 
 
 def _to_sparse(dense: Tensor) -> Tensor:
@@ -135,8 +135,8 @@ def _is_expanded(gradient: Tensor) -> bool:
     return not gradient.is_contiguous() and 0 in gradient.stride()
 
 
-def _layout(gradient: Tensor | None) -> float:
-    return _NONE if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
+def _kind_of(gradient: Tensor | None) -> float:
+    return _MISSING if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
 
 
 class _Agreement(NamedTuple):
@@ -145,13 +145,13 @@ class _Agreement(NamedTuple):
     Attributes:
         rows: The caller's numbers of all workers, in the order of the ranks.
         contributing: Number of workers that contribute gradients.
-        layouts: Layout of the mean for each parameter. It is sparse if all gradients that exist are
+        kinds: Kind of the mean for each parameter. It is sparse if all gradients that exist are
             sparse. If no worker contributes a gradient, a ``grad`` of None stays None.
     """
 
     rows: list[list[float]]
     contributing: float
-    layouts: list[float]
+    kinds: list[float]
 
 
 class GradientMean:
@@ -237,28 +237,28 @@ class GradientMean:
         agreement = self._agree(numbers, contribute=contribute)
         for bucket in self._buckets[-1:]:
             self._launch(bucket, contribute=contribute)
-        rows, contributing, layouts = agreement.wait()
-        self._land(contributing if contribute else 0, layouts)
+        rows, contributing, kinds = agreement.wait()
+        self._land(contributing if contribute else 0, kinds)
         self._next = 0
         return rows
 
     def _agree(self, numbers: Sequence[float], *, contribute: bool) -> Future[_Agreement]:
         """Start to gather the agreement. Arguments as in ``reduce``."""
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
-        layouts = [_layout(p.grad) if contribute else _NONE for p in parameters]
+        kinds = [_kind_of(p.grad) if contribute else _MISSING for p in parameters]
         gathered = self._team.communicator.gather_numbers(
-            [*numbers, float(contribute), *layouts], what="agreement on the mean of the gradients"
+            [*numbers, float(contribute), *kinds], what="agreement on the mean of the gradients"
         )
         count = len(numbers)
 
         def read(rows: list[list[float]]) -> _Agreement:
             contributing, *columns = list(zip(*rows, strict=True))[count:]
-            means = [min(filter(None, column), default=_NONE) for column in columns]
+            means = [min(filter(None, column), default=_MISSING) for column in columns]
             return _Agreement([row[:count] for row in rows], sum(contributing), means)
 
         return gathered.then(read)
 
-    def _land(self, divisor: float, layouts: Sequence[float]) -> None:
+    def _land(self, divisor: float, kinds: Sequence[float]) -> None:
         """Replace the gradients by the buckets' sums / ``divisor``, all of them or none.
 
         With ``divisor`` 0 nothing is written.
@@ -266,6 +266,6 @@ class GradientMean:
         for bucket in self._buckets:
             bucket.future.wait()
         if divisor:
-            rest = iter(layouts)
+            rest = iter(kinds)
             for bucket in self._buckets:
                 bucket.write(divisor, [next(rest) for _ in bucket.parameters])

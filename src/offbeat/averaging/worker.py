@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import gradient_buckets
+from offbeat.averaging.model_mean import ModelMean
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.replica import Replica
 from offbeat.quantization.wire import Wire
@@ -60,7 +60,7 @@ class Worker:
         non_finite: Policy for non-finite contributions, as given to ``attach``.
 
     Attributes:
-        exact_mean: Averages whole models or their buffers without quantization.
+        model_mean: Averages whole models or their buffers without quantization.
         start_step: Number of local steps of the most advanced worker when the generation began.
         step: Number of local steps, including the current one once all of its gradients are ready.
         touched: Set before a consensus, which replaces the model by the mean over the workers. True
@@ -96,7 +96,7 @@ class Worker:
     def open_generation(self, wire: Wire) -> None:
         """Use a new wire, at first and after each change of the group of workers."""
         self.wire = wire
-        self.exact_mean = ExactMean(self.team, self.replica)
+        self.model_mean = ModelMean(self.team, self.replica)
 
     def strategy_view(self) -> WorkerView:
         """Return a new ``WorkerView``, the data that the strategy reads. The flow updates it."""

@@ -220,7 +220,7 @@ class Leases:
         if not future.fulfilled:
             seconds = team.communicator.timeout_seconds
             with team.communicator.waiting():
-                answered = team.host.wait_for(future, seconds, "a lease of data")
+                answered = future.wait(seconds, "a lease of data")
             if not answered:
                 raise CommunicationTimeout(
                     f"{failed} has not answered within timeout_seconds={seconds:g}"

@@ -41,30 +41,22 @@ training begin with this prefix, ``offbeat/elastic/<name>``:
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from offbeat.elastic import reports
 from offbeat.elastic.heartbeats import HeartbeatConnections
+from offbeat.elastic.silence import SilenceLimits, machines_are_down
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import EndedError
+from offbeat.transport.torch_backend.store_access import polls
 
 T = TypeVar("T")
-SILENCE_SECONDS = 30.0
-"""Longest time that arrived members wait for the others after the newest arrival."""
 _LEAVE_SECONDS = 1.0  # time limit of leave()
-_POLL_SECONDS = 0.01, 0.1  # pause between two reads of the store: the first, and the longest
-
-
-def polls() -> Iterator[None]:
-    """Yield at once, and then again after pauses that grow to 0.1 s."""
-    pause, longest = _POLL_SECONDS
-    while True:
-        yield
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
+POLL_SECONDS = 0.01, 0.1
+"""Pauses between two reads of the store: the first, and the longest."""
 
 
 @dataclass(frozen=True)
@@ -148,16 +140,16 @@ class Agreement:
     Attributes:
         worker: Identity of this worker.
         heartbeats: Tells which members' processes have ended.
-        silence_seconds: Usual ``patience`` of ``decide``.
+        limits: Times after which a member that does not answer is given up.
     """
 
     def __init__(self, store: SharedStore, timeout_seconds: float) -> None:
         self.store, self.timeout_seconds = store, timeout_seconds
-        self.silence_seconds = min(SILENCE_SECONDS, timeout_seconds)
+        self.limits = SilenceLimits(timeout_seconds)
         self.heartbeats = HeartbeatConnections(timeout_seconds)
 
         def take() -> int:
-            worker = store.count("numbers")
+            worker = store.next_number("numbers")
             store.put(f"address/{worker}", self.heartbeats.address)
             return worker
 
@@ -167,7 +159,9 @@ class Agreement:
             self.heartbeats.close()
             raise
 
-    def decide(self, number: int, before: Decision, patience: float, arrival: Arrival) -> Decision:
+    def decide(
+        self, number: int, before: Decision, limit: float, arrival: Arrival, *, admits: bool = True
+    ) -> Decision:
         """Arrive at generation ``number`` and return the decision on it. Blocks.
 
         The decision may exclude this worker.
@@ -175,9 +169,9 @@ class Agreement:
         Args:
             number: Number of the generation.
             before: Decision on the previous generation.
-            patience: Seconds to wait after the newest arrival. Then the arrived members exclude the
-                missing ones, if at least half have arrived. A minority waits ``timeout_seconds``.
+            limit: Time after which silent members are given up; see ``SilenceLimits.give_up``.
             arrival: Tells the others about this worker.
+            admits: False if a proposal of this worker leaves newcomers to a later decision.
         """
         store, started = self.store.within(f"generation/{number}"), time.monotonic()
         others, last_arrival = set(before.members) - {self.worker}, started
@@ -197,7 +191,7 @@ class Agreement:
             return store.get("decided"), self.store.get("ended")
 
         self.call(arrive)
-        for _ in polls():
+        for _ in polls(*POLL_SECONDS):
             count = len(arrived)
             decided, ended = self.call(read)
             if len(arrived) > count:
@@ -208,20 +202,13 @@ class Agreement:
                 raise EndedError(f"rank {self.worker}: the others have ended the training")
             dead = self.heartbeats.dead()
             awaited, present = others - arrived - left - dead, {self.worker, *(arrived - dead)}
-            # A minority waits for timeout_seconds, so that a badly connected worker does not
-            # exclude all others. A majority waits for ``patience`` after each arrival, so that it
-            # does not exclude slightly late workers.
-            majority, now = len(present) >= len(awaited), time.monotonic()
-            if majority:
-                expired = now - last_arrival > patience
-            else:
-                expired = now - started > self.timeout_seconds
-            # A majority does not wait for machines that have lost their power or their network. If
-            # one of the arrived workers was silent, it was this worker's network.
-            silent = self.heartbeats.silent
-            down = majority and awaited <= silent and silent.isdisjoint(arrived)
+            now = time.monotonic()
+            expired = self.limits.give_up(
+                present, awaited, now - started, now - last_arrival, limit
+            )
+            down = machines_are_down(present, awaited, self.heartbeats.silent)
             if expired or ((down or not awaited) and self.worker == min(present)):
-                return self._propose(number, before, sorted(present))
+                return self._propose(number, before, sorted(present), admits)
         raise AssertionError
 
     def is_decided(self, number: int) -> bool:
@@ -248,13 +235,14 @@ class Agreement:
         else:
             self.heartbeats.close()
 
-    def _propose(self, number: int, before: Decision, present: list[int]) -> Decision:
+    def _propose(self, number: int, before: Decision, present: list[int], admits: bool) -> Decision:
         """Propose members of generation ``number``: ``present`` and workers that ask to join.
 
-        Of ``present``, only workers that can all connect to each other are proposed. Returns the
-        first proposal of any worker, which is the decision.
+        Unless ``admits``, workers that ask to join are left to a later decision. Of ``present``,
+        only workers that can all connect to each other are proposed. Returns the first proposal of
+        any worker, which is the decision.
         """
-        admitted = self.admit(before)
+        admitted = self.find_newcomers(before) if admits else replace(before, members=[])
 
         def propose() -> Decision:
             store = self.store.within(f"generation/{number}")
@@ -271,7 +259,7 @@ class Agreement:
 
         return self.call(propose)
 
-    def admit(self, before: Decision) -> Decision:
+    def find_newcomers(self, before: Decision) -> Decision:
         """Return a decision that admits the workers that ask to join, and no other worker.
 
         These are the workers that the decision ``before`` did not consider, which have written
@@ -299,9 +287,9 @@ class Agreement:
         others = [w for w in members if w != self.worker and not self.heartbeats.monitors(w)]
         return self.heartbeats.connect(self._addresses(others)) if others else []
 
-    def unreachable(self, members: Iterable[int]) -> list[int]:
-        """Return those ``members`` that do not return a ping. Blocks for at most about 4 s."""
-        return self.heartbeats.unreachable(self._addresses({*members} - {self.worker}))
+    def ping(self, members: Iterable[int]) -> list[int]:
+        """Ping ``members``, and return those that do not answer. Blocks for at most about 4 s."""
+        return self.heartbeats.ping(self._addresses({*members} - {self.worker}))
 
     def _addresses(self, workers: Iterable[int]) -> dict[int, str]:
         return self.call(partial(self._read_addresses, workers))

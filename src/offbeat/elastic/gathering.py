@@ -41,8 +41,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from offbeat.elastic import silence
 from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
-from offbeat.elastic.agreement import Agreement, Decision, polls
+from offbeat.elastic.agreement import POLL_SECONDS, Agreement, Decision
 from offbeat.elastic.membership import StoreMembership, UnreachableError
 from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
@@ -50,13 +51,13 @@ from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import Generation, ModelLostError
 from offbeat.transport.torch_backend.network_interface import choose_interface
 from offbeat.transport.torch_backend.process_groups import ranks_text
+from offbeat.transport.torch_backend.store_access import polls
 
 T = TypeVar("T")
 logger = logging.getLogger("offbeat")
 LATEST_TRAINING = "offbeat/elastic"
 """Key in the store. Its value is the key prefix of the training that began last."""
 _STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
-_REFUSED_SECONDS = 5.0  # time after which members whose ports refuse connections count as dead
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
 
 
@@ -101,17 +102,12 @@ class Gathering(Transport):
     Args:
         address: Address of the store.
         workers: Number of workers with which training begins.
-        patience_seconds: Time from the arrival of this worker after which ``workers.least``
-            workers are enough.
     """
 
-    def __init__(
-        self, address: str, workers: WorkerCount, *, patience_seconds: float = PATIENCE_SECONDS
-    ) -> None:
+    def __init__(self, address: str, workers: WorkerCount) -> None:
         self._address, self.workers = address, workers
-        self._patience_seconds = patience_seconds
 
-    def repeat(self, begin: Callable[[], T]) -> T:
+    def retry_after_losses(self, begin: Callable[[], T]) -> T:
         """Return the result of ``begin``, which calls ``make_communicator`` and uses the result.
 
         Call it again if it fails because another worker is lost. After a failure ``begin`` has left
@@ -180,7 +176,7 @@ class Gathering(Transport):
             replaced = root.get(LATEST_TRAINING) != name
             return store.get("ended"), replaced, store.get(f"generation/{number + 1}/decided")
 
-        for _ in polls():
+        for _ in polls(*POLL_SECONDS):
             # Read ``dead`` before the decision. If all members of the generation ``before`` have
             # ended and there is no decision on the next one, no decision can follow.
             gone |= heartbeats.dead()
@@ -211,9 +207,9 @@ class Gathering(Transport):
             # A member whose process lives answers the request when it next steps. So members that
             # this worker cannot reach count as dead if they have not answered for a while.
             unanswered, lost = time.monotonic() - requested, set(gone)
-            if unanswered > _REFUSED_SECONDS:
+            if unanswered > silence.REFUSED_SECONDS:
                 lost |= heartbeats.refused
-            if unanswered > agreement.silence_seconds:
+            if unanswered > agreement.limits.usual:
                 lost |= unreachable
             if before.members and lost.issuperset(before.members):
                 return None
@@ -231,20 +227,26 @@ class Gathering(Transport):
         Only the living worker with the lowest identity proposes. Returns None if this
         worker cannot propose. Raises CommunicationTimeout after ``timeout_seconds``.
         """
-        decision, heartbeats = agreement.admit(Decision([], 0)), agreement.heartbeats
-        impatient = waited >= self._patience_seconds
-        least = self.workers.least if impatient else self.workers.most
+        decision, heartbeats = agreement.find_newcomers(Decision([], 0)), agreement.heartbeats
+        least = self.workers.least if waited >= PATIENCE_SECONDS else self.workers.most
         if len(decision.members) >= least and decision.members[0] == agreement.worker:
             write = agreement.store.put_if_absent
             return agreement.call(partial(write, "generation/0/decided", vars(decision)))
         if waited > agreement.timeout_seconds:
+            members, limit = decision.members, f"timeout_seconds={agreement.timeout_seconds:g}"
+            if len(members) >= least:
+                raise CommunicationTimeout(
+                    f"gathering failed: {len(members)} workers have come to {self._address}, but "
+                    f"rank {members[0]} has not begun the training with them within {limit}: it is "
+                    "suspended, or it cannot connect to the others; end that process, or name the "
+                    "network interface that joins the workers in GLOO_SOCKET_IFNAME"
+                )
             text = (
-                f"gathering failed: {len(decision.members)} of {self.workers.most} workers have "
-                f"come to {self._address} within timeout_seconds={agreement.timeout_seconds:g}"
+                f"gathering failed: {len(members)} of {self.workers.most} workers have come to "
+                f"{self._address} within {limit}"
             )
             silent = {*range(decision.next_identity)}.difference(
-                *(decision.members, decision.unannounced),
-                *(heartbeats.refused, heartbeats.dead()),
+                members, decision.unannounced, heartbeats.refused, heartbeats.dead()
             )
             if silent:
                 text += (

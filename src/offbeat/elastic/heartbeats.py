@@ -31,12 +31,14 @@ _BACKLOG = 4096  # number of connections that may wait to be accepted; the defau
 class HeartbeatConnections:
     """Detects that the processes of other workers have ended.
 
-    Each process listens on a port. The kernel completes connections to this port even while the
+    Each process listens on two ports. The kernel completes connections to them even while the
     process computes or is suspended, and closes them when the process ends, whether the process has
-    accepted them or not. So neither threads nor messages are needed. ``dead`` returns pings.
-    It also accepts connections, because at most ``_BACKLOG`` of them can wait. A
-    machine that loses power or its network closes no connections, so its workers are not dead but
-    ``silent``.
+    accepted them or not. So neither threads nor messages are needed. A process lives if both ports
+    accept connections: after its end another process may receive one of them, but hardly both.
+
+    ``dead`` returns pings. It also accepts connections, because at most ``_BACKLOG`` of them can
+    wait. A machine that loses power or its network closes no connections, so its workers are not
+    dead but ``silent``.
 
     Args:
         timeout_seconds: A worker without power or network is ``silent`` after about 7/8 of this
@@ -45,9 +47,9 @@ class HeartbeatConnections:
     Attributes:
         silent: Workers whose kernel has not answered. They are not monitored any more, but may live
             on the other side of a divided network.
-        address: Address on which this process listens, as ``host:port``.
-        refused: Workers whose port refused a connection. Their processes have ended, unless the
-            address leads elsewhere or a firewall has refused.
+        address: Addresses on which this process listens, as ``host:port, host:port``.
+        refused: Workers with a port that refused a connection. Their processes have ended, unless
+            the address leads elsewhere or a firewall has refused.
         close: Function that closes all sockets of this object. Also called when this object is
             garbage-collected, and at exit.
 
@@ -69,12 +71,16 @@ class HeartbeatConnections:
         with _accepting:
             host = gloo_address()
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-            self.close = weakref.finalize(self, _close, listener, self._sockets, self._accepted)
+            self._listeners = [
+                socket.create_server((host, 0), family=family, backlog=_BACKLOG) for _ in range(2)
+            ]
+            self.close = weakref.finalize(
+                self, _close, self._listeners, self._sockets, self._accepted
+            )
             _instances.add(self)
-        listener.setblocking(False)
-        self._listener = listener
-        self.address = f"{host}:{listener.getsockname()[1]}"
+        for listener in self._listeners:
+            listener.setblocking(False)
+        self.address = ", ".join(f"{host}:{one.getsockname()[1]}" for one in self._listeners)
 
     def connect(self, addresses: Mapping[int, str]) -> list[int]:
         """Connect to other workers, and return those that cannot be reached.
@@ -82,7 +88,7 @@ class HeartbeatConnections:
         Blocks for at most about 2 s.
 
         Args:
-            addresses: Address of each worker, as ``host:port``, by identity (number of the worker).
+            addresses: ``address`` of each worker, by identity (number of the worker).
         """
         new = {w: address for w, address in addresses.items() if not self.monitors(w)}
         opened, refused = _open(new)
@@ -122,7 +128,7 @@ class HeartbeatConnections:
                 self._dead.update(self.connect({worker: self._addresses[worker]}))
         return frozenset(self._dead)
 
-    def unreachable(self, addresses: Mapping[int, str]) -> list[int]:
+    def ping(self, addresses: Mapping[int, str]) -> list[int]:
         """Return the workers that do not return a ping; see ``connect``. Blocks for at most 4 s.
 
         A worker returns pings while it waits for others, but not while it computes or is suspended.
@@ -151,17 +157,16 @@ class HeartbeatConnections:
 
     def _accept(self) -> None:
         """Accept all connections that wait. Never blocks."""
-        with _accepting:
-            while True:
-                try:
-                    connection, _ = self._listener.accept()
-                except OSError:  # no more wait, too many files are open, or the listener is closed
-                    return
-                connection.setblocking(False)
-                self._accepted.add(connection)
-                if self._listener.fileno() < 0:  # another thread has called close() meanwhile
-                    self._accepted.discard(connection)
-                    connection.close()
+        for listener in self._listeners:
+            # accept() fails if no more wait, too many files are open, or the listener is closed.
+            with _accepting, contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    self._accepted.add(connection)
+                    if listener.fileno() < 0:  # another thread has called close() meanwhile
+                        self._accepted.discard(connection)
+                        connection.close()
 
 
 def _received(connection: socket.socket) -> bytes:
@@ -221,10 +226,16 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
 def _open(addresses: Mapping[int, str]) -> tuple[dict[int, socket.socket], set[int]]:
     """Return new connections to those workers that can be reached, and the workers that refused."""
 
-    def connect(address: str) -> socket.socket | OSError:
+    def connect_to(address: str) -> socket.socket:
         host, _, port = address.rpartition(":")
+        return socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+
+    def connect(address: str) -> socket.socket | OSError:
+        first, *others = address.split(", ")
         try:
-            return socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+            for other in others:
+                connect_to(other).close()
+            return connect_to(first)
         except OSError as error:
             return error
 
@@ -240,12 +251,11 @@ def _open(addresses: Mapping[int, str]) -> tuple[dict[int, socket.socket], set[i
 
 
 def _close(
-    listener: socket.socket,
+    listeners: Iterable[socket.socket],
     connections: dict[int, socket.socket],
     accepted: set[socket.socket],
 ) -> None:
-    listener.close()
-    for connection in [*connections.values(), *accepted]:
-        connection.close()
+    for one in [*listeners, *connections.values(), *accepted]:
+        one.close()
     connections.clear()
     accepted.clear()

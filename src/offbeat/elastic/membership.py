@@ -1,8 +1,8 @@
-"""Membership of real processes: opens a generation, and changes to the next one.
+"""Membership of real processes: opens each generation, and changes to the next one.
 
-``elastic/agreement.py`` describes the protocol by which the workers decide on the members of the
-next generation. This module opens the communicator of a generation that was decided, and requests
-another generation if that fails.
+A *generation* is one composition of the workers, its *members*, with its own communicator. The
+workers agree on the members with the protocol in ``elastic/agreement.py``. This module then opens
+the communicator. If that fails, the workers agree on another generation.
 """
 
 import itertools
@@ -25,18 +25,18 @@ from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from offbeat.transport.torch_backend.torch_store import TorchStore
 
 logger = logging.getLogger("offbeat")
-_RETRY_SILENCE_SECONDS = 3.0  # wait for members that did not answer during the last opening
 _CLOSING_SECONDS = 5.0  # longest wait for the threads of a generation that has ended
 _STORE_SECONDS = 0.25  # time between two reads of the store
 _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
-# Least time from a membership change to the next one that a newcomer causes, in durations of that
-# change. So newcomers that vanish again and again leave training four fifths of the time, or less
-# if a change takes longer than a sixteenth of ``silence_seconds``, which bounds the pause.
+# After a membership change of d seconds, no newcomer is admitted for a pause of 4·d seconds, but at
+# most ``limits.usual``/4. So even if newcomers vanish again and again, training has 4/5 of the time
+# (less if d > ``limits.usual``/16). A failed attempt to open a generation sets the pause, too.
+# Otherwise newcomers that come and vanish could prolong one change without end.
 _TRAINING_SHARE = 4.0
 
 
 class UnreachableError(CommunicationError):
-    """The members cannot connect to this worker, so it is no use to ask again."""
+    """The members cannot connect to this worker. Joining again would fail, too."""
 
 
 class StoreMembership:
@@ -51,19 +51,19 @@ class StoreMembership:
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement, self._worker = agreement, agreement.worker
-        self._silence_seconds = agreement.silence_seconds
+        self._limits = agreement.limits
         self._decision = Decision([], 0)  # on the current generation
         self._member_died = False
         self._last_check = 0.0
-        self._pause_end = 0.0  # requests of newcomers are ignored until then
-        self._opened = math.inf  # time of the opening of a generation that has not begun to train
+        self._pause_end = 0.0  # no newcomer is admitted until then
+        self._opened = math.inf  # when the generation was opened; infinity once it trains
 
     # -- generations -------------------------------------------------------------------------------
 
     def enter(self, number: int, decision: Decision) -> Generation:
         """Open generation ``number``: connect to its members. A collective of the members.
 
-        Fails if a member does not take part within ``silence_seconds``.
+        Fails if a member does not take part within ``limits.usual``.
         """
         agreement, members = self._agreement, tuple(decision.members)
         agreement.connect_heartbeats(members)
@@ -74,7 +74,7 @@ class StoreMembership:
                 logger.warning(
                     "rank %d has no heartbeat connection to %s: its death is noticed only as "
                     "silence, after %g s",
-                    *(self._worker, ranks_text(unreachable), self._silence_seconds),
+                    *(self._worker, ranks_text(unreachable), self._limits.usual),
                 )
         except BaseException:
             communicator.close()
@@ -91,7 +91,7 @@ class StoreMembership:
     def enter_first(self, number: int, decision: Decision) -> Generation:
         """Open generation ``number``, the first of this worker. If that fails, try later ones.
 
-        Generation 0 is not followed by another one if it fails: the workers gather again.
+        If generation 0 fails, raises CommunicationError, because the workers gather again.
         """
         try:
             return self.enter(number, decision)
@@ -111,16 +111,16 @@ class StoreMembership:
                 len(members),
                 f"generation/{number}/groups",
                 itertools.count(),
-                opening_seconds=self._silence_seconds,
+                opening_seconds=self._limits.usual,
                 lost=partial(self._lost_ranks, members, first=number == 0),
                 abandoned_key=f"generation/{number + 1}/begun",
             )
             # A worker closes its communicator before it arrives at the next generation. If closing
-            # took longer than ``silence_seconds``, the others would continue without this worker.
+            # took longer than ``limits.usual``, the others would continue without this worker.
             communicator = TorchCommunicator(
                 factory,
                 timeout_seconds=agreement.timeout_seconds,
-                closing_seconds=min(_CLOSING_SECONDS, self._silence_seconds / 4),
+                closing_seconds=min(_CLOSING_SECONDS, self._limits.usual / 4),
             )
         communicator.membership = self
         return communicator
@@ -128,9 +128,9 @@ class StoreMembership:
     def change_requested(self) -> bool:
         """Return True if a worker asks to join, or a member has died, left or begun a change.
 
-        Never blocks. If the store does not answer, only deaths are noticed. A request is noticed
-        later if the last membership change was a short time ago. A change that another member has
-        begun ends the operations of this one at once.
+        Never blocks. If the store does not answer, only deaths are noticed. After a membership
+        change, requests are ignored during a pause. If another member begins a change meanwhile,
+        the operations of this member fail at once.
         """
         self._opened, now = math.inf, time.monotonic()
         if now - self._last_check > _HEARTBEAT_SECONDS:
@@ -143,13 +143,7 @@ class StoreMembership:
     def next_generation(self, *, step: int) -> Generation:
         """Agree on the next generation and open it; see ``Membership.next_generation``."""
         self._poll.close()
-        began = time.monotonic()
-        entered = self._enter_after(self.generation.number, self._decision, step=step)
-        now = time.monotonic()
-        # The others wait ``silence_seconds`` for a member that has not noticed the request.
-        pause = min(_TRAINING_SHARE * (now - began), self._silence_seconds / 4)
-        self._pause_end = now + pause
-        return entered
+        return self._enter_after(self.generation.number, self._decision, step=step)
 
     def _enter_after(self, generation: int, before: Decision, *, step: int | None) -> Generation:
         """Agree on the generation after ``generation`` and open it. If that fails, try later ones.
@@ -159,14 +153,16 @@ class StoreMembership:
             before: Decision on generation ``generation``.
             step: Number of steps that this worker has taken; None if it was in no generation yet.
         """
-        started, patience, unreachable = time.monotonic(), self._silence_seconds, list[int]()
-        # In a generation that has not begun to train, members wait for others, and return pings.
-        if started - self._opened > 0.9 * self._silence_seconds:
-            unreachable = self._agreement.unreachable(before.members)
+        started, limit, unreachable = time.monotonic(), self._limits.usual, list[int]()
+        # If no step has followed the opening for so long, some members may not be able to connect.
+        # Ping all members: they return pings while they wait for others.
+        if self._limits.nearly_reached(started - self._opened):
+            unreachable = self._agreement.ping(before.members)
         arrival = Arrival(step is None, unreachable)
         for number in itertools.count(generation + 1):
             earlier = before.members
-            before = self._agreement.decide(number, before, patience, arrival)
+            admits = time.monotonic() >= self._pause_end
+            before = self._agreement.decide(number, before, limit, arrival, admits=admits)
             if self._worker not in before.members:
                 raise self._left_behind(number, before, step)
             lost = [w for w in earlier if w not in before.members + before.disconnected]
@@ -174,7 +170,7 @@ class StoreMembership:
                 logger.warning(
                     "rank %d: generation %d continues without %s, which ended or did not answer "
                     "within %g s",
-                    *(self._worker, number, ranks_text(lost), patience),
+                    *(self._worker, number, ranks_text(lost), limit),
                 )
             if before.disconnected:
                 logger.warning(
@@ -192,26 +188,25 @@ class StoreMembership:
                 logger.info(
                     "rank %d: generation %d was not opened: %s", self._worker, number, error
                 )
-                now, reason = time.monotonic(), str(error)
-            # A member that stops answering after it has arrived may cost ``silence_seconds`` three
-            # times: the others wait for its proposal, then for the opening of the generation to
-            # fail, and then for its arrival at the next generation.
-            longest = (
-                max(self._agreement.timeout_seconds, 3 * self._silence_seconds)
-                + self._silence_seconds
-            )
+                reason = str(error)
+            finally:
+                now = time.monotonic()
+                # The others wait ``limits.usual`` for a member that ignores requests in its pause.
+                pause = min(_TRAINING_SHARE * (now - started), self._limits.usual / 4)
+                self._pause_end = now + pause
+            longest = self._limits.agreement
             if now - started > longest and not self._agreement.is_decided(number + 1):
                 raise CommunicationTimeout(
                     f"rank {self._worker}: agreeing on the next generation failed after "
                     f"{now - started:.1f} s, more than the {longest:g} s that "
                     f"timeout_seconds={self._agreement.timeout_seconds:g} allows: {reason}"
                 )
-            patience, unreachable = self._silence_seconds, []
-            if now - opening > 0.9 * self._silence_seconds:
-                # A member has not answered during the whole opening, so wait less for it now. Or
-                # some members cannot connect to each other.
-                patience = min(_RETRY_SILENCE_SECONDS, self._silence_seconds)
-                unreachable = self._agreement.unreachable(before.members)
+            limit, unreachable = self._limits.usual, []
+            if self._limits.nearly_reached(now - opening):
+                # Either a member does not answer, so wait less for it at the next generation. Or
+                # some members cannot connect to each other, which pings show.
+                limit = self._limits.retry
+                unreachable = self._agreement.ping(before.members)
             arrival = Arrival(step is None, unreachable)
         raise AssertionError
 
@@ -219,7 +214,7 @@ class StoreMembership:
         """Return the error of a worker that the ``decision`` on generation ``number`` excludes."""
         kind = CommunicationError
         reason = (
-            f"The others wait {self._silence_seconds:g} s for a silent worker (timeout_seconds, "
+            f"The others wait {self._limits.usual:g} s for a silent worker (timeout_seconds, "
             "but at most 30 s)"
         )
         if self._worker in decision.disconnected:
@@ -237,9 +232,9 @@ class StoreMembership:
     def _lost_ranks(self, members: tuple[int, ...], *, first: bool) -> list[int]:
         """Return the ranks of those ``members`` whose processes have ended.
 
-        In the ``first`` generation a member may end before this worker has connected to it. In
-        later generations a member whose port refuses connections counts as unreachable, so that the
-        next generation excludes it; see ``Agreement.unreachable``.
+        In the ``first`` generation a member may end before this worker has connected to it. Its
+        port then refuses the connection. In later generations such a member counts as unreachable,
+        and the next generation excludes it; see ``Agreement.ping``.
         """
         heartbeats = self._agreement.heartbeats
         lost = heartbeats.dead() | (heartbeats.refused if first else set())

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from offbeat.averaging import AttachedOptimizer, Replica
-from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import GradientMean
+from offbeat.averaging.model_mean import ModelMean
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.quantization.wire import Wire
 from offbeat.transport.communicator import Communicator
@@ -40,7 +40,7 @@ class NodeMean:
         team = self._team = Team(inside)
         self.overlap = len(optimizers) == 1
         # A separate Replica: messages in flight may use the memory of the strategy's Replica.
-        self._buffers = ExactMean(team, Replica(model, ()))
+        self._buffer_mean = ModelMean(team, Replica(model, ()))
         wire = Wire(team)
         self._gradients = [
             GradientMean(wire, each.buckets, overlap=self.overlap) for each in optimizers
@@ -89,4 +89,6 @@ class NodeMean:
                         "rank"
                     )
                 mean.reduce([], contribute=True)
-        self._buffers.average_buffers(1.0, self._team.size, what="mean of the buffers of a node")
+        self._buffer_mean.average_buffers(
+            1.0, self._team.size, what="mean of the buffers of a node"
+        )

@@ -1,7 +1,7 @@
 """Codecs, which quantize float32 numbers into bytes and back. ``CODECS`` is the table of all.
 
-A codec quantizes *blocks* of 512 numbers (``BLOCK``). An encoded block is a *row* of bytes. So a
-range of blocks is a range of rows, and any range can be encoded, sent or decoded by itself.
+A codec quantizes *blocks* of 512 numbers to *rows* of bytes; see ``block_format.py``. So a range of
+blocks is a range of rows, and any range can be encoded, sent or decoded by itself.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, TERNARY, THRESHOLD, kernels_for
+from offbeat.quantization.block_format import (
+    BLOCK,
+    SMALLEST_SCALE,
+    TERNARY_BYTES,
+    TERNARY_THRESHOLD,
+)
+from offbeat.quantization.kernels import kernels_for
 
 PIECE_BLOCKS = 256  # blocks in a piece: 512 KiB of float32, and as much scratch memory
 
@@ -32,31 +38,7 @@ def pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 class Codec(ABC):
-    """Quantizes each block to integers from −L to L and one float32 scale.
-
-        L = 2^(bits − 1) − 1            127, 7 or 1
-        scale = (largest absolute value of the block) / L
-        |error| ≤ scale / 2, plus float32 rounding errors
-
-    With 2 bits most numbers would become 0, and the result would have less than a third of the
-    squared norm of the block. So the threshold and the scale differ with 2 bits. A number becomes
-    ±scale if its absolute value is at least ``THRESHOLD`` times the mean absolute value of its
-    block, else 0. The scale is the mean absolute value of the numbers that do not
-    become 0, which has the least squared error.
-
-    Two kinds of blocks are exceptions:
-
-    - A block with NaN or infinity gets the scale NaN. It decodes to NaN, and its errors are 0.
-    - A block whose scale would be below ``SMALLEST_SCALE`` gets the scale 0. It decodes to zeros,
-      and its errors are the numbers themselves.
-
-    A row contains the scale and then the integers. If the integers take B bytes, byte j of them
-    holds the numbers j, j + B, j + 2·B, …, so packing works on contiguous memory. With 8 and 4 bits
-    they are packed in two's complement, from the lowest bits up.
-
-    With 2 bits a byte holds five integers, increased by 1, as the digits of a number d < 3⁵, the
-    highest digit first. The byte is f = d·256/243, rounded up. So f/256 is the fraction 0.d₀d₁d₂…
-    in base 3, and digit k is ⌊3·(3ᵏ·f mod 256)/256⌋, which needs no division.
+    """Quantizes blocks to rows of bytes, as ``block_format.py`` defines them.
 
     The compiled loops of ``kernels.py`` process contiguous float32 tensors on the CPU, if numba is
     installed. Torch operations process all others. Both decode a row to the same bits.
@@ -170,12 +152,12 @@ class Int2(Codec):
     """The integers −1, 0 and 1."""
 
     bits = 2
-    block_bytes = TERNARY + 4
+    block_bytes = TERNARY_BYTES + 4
 
     @override
     def _quantize(self, x: Tensor, scale: Tensor) -> Tensor:
         absolute = x.abs()
-        threshold = _block_means(absolute).mul_(THRESHOLD)
+        threshold = _block_means(absolute).mul_(TERNARY_THRESHOLD)
         chosen = absolute >= threshold
         mean = _block_means(absolute * chosen)
         mean.div_(chosen.sum(-1, keepdim=True, dtype=torch.float32).div_(BLOCK))
@@ -190,7 +172,7 @@ class Int2(Codec):
     @override
     def _pack(self, integers: Tensor, packed: Tensor) -> None:
         digits = torch.zeros_like(packed, dtype=torch.int16)
-        for k, column in enumerate((integers + 1).split(TERNARY, dim=-1)):
+        for k, column in enumerate((integers + 1).split(TERNARY_BYTES, dim=-1)):
             digits[..., : column.shape[-1]] += column.to(torch.int16) * 3 ** (4 - k)
         # (13·d + 242) // 243 without a division, exact for d < 3⁵.
         packed.view(torch.uint8).copy_(digits + (digits * 13 + 242).to(torch.int32) * 135 // 2**15)

@@ -20,19 +20,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offbeat.quantization.block_format import (
+    BLOCK,
+    SMALLEST_SCALE,
+    TERNARY_BYTES,
+    TERNARY_THRESHOLD,
+)
+
 logger = logging.getLogger("offbeat")
 Floats = NDArray[np.float32]
 Rows = NDArray[np.uint8]
 """Two dimensions."""
 
-BLOCK = 512
-"""Numbers in a block. The integers of a block share one scale."""
-SMALLEST_SCALE = 2.0**-100
-"""A smaller scale is replaced by 0, because the inverses of the smallest float32 overflow."""
-THRESHOLD = 0.75
-"""With 2 bits, numbers below 0.75 times the mean absolute value of their block become 0."""
-TERNARY = 104
-"""Bytes of the integers of a block with 2 bits: five of them share a byte, because 3⁵ < 2⁸."""
 _LANES = 16
 """Number of partial sums when the squares of a block are added.
 
@@ -48,7 +47,7 @@ The lowest bits of the sum are the integer in two's complement.
 
 
 def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
-    """Quantize blocks to integers; see ``codecs.Codec`` for the format.
+    """Quantize blocks to integers; see ``block_format.py``.
 
     Args:
         values: Numbers of whole blocks.
@@ -57,8 +56,8 @@ def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
         keep_error: True replaces ``values`` by the quantization errors. False does not change them.
     """
     levels, mask = np.float32(2 ** (bits - 1) - 1), 2**bits - 1
-    count, width = (5, TERNARY) if bits == 2 else (8 // bits, BLOCK * bits // 8)
-    digits = np.empty(TERNARY, np.int32)
+    count, width = (5, TERNARY_BYTES) if bits == 2 else (8 // bits, BLOCK * bits // 8)
+    digits = np.empty(TERNARY_BYTES, np.int32)
     raw = values.view(np.int32)
     shifted = np.empty(BLOCK, np.float32)
     integers = shifted.view(np.int32)
@@ -90,7 +89,7 @@ def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
                         low[i] += high[i]
                     length //= 2
                 if chosen == 0:
-                    threshold = folded[0] * np.float32(THRESHOLD)
+                    threshold = folded[0] * np.float32(TERNARY_THRESHOLD)
             number = np.int32(0)
             for i in range(BLOCK):
                 number += np.int32(absolutes[i] >= threshold)
@@ -124,7 +123,7 @@ def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
                 for j in range(part.size):
                     digits[j] += part[j] + np.int32(1)
             for j in range(width):
-                # d·256/243, rounded up: see ``codecs.py``. 135/2¹⁵ is 1/243, exact enough here.
+                # d·256/243, rounded up; see ``block_format``. 135/2¹⁵ is 1/243, exact enough here.
                 d = digits[j]
                 more = (d * np.int32(13) + np.int32(242)) * np.int32(135) >> np.int32(15)
                 fields[j] = np.uint8(d + more)
@@ -158,7 +157,7 @@ def decode(values: Floats, rows: Rows, bits: int, add: bool) -> None:
         add: True adds the numbers to ``values``. False replaces ``values``.
     """
     ternary = bits == 2
-    count, width = (5, TERNARY) if ternary else (8 // bits, BLOCK * bits // 8)
+    count, width = (5, TERNARY_BYTES) if ternary else (8 // bits, BLOCK * bits // 8)
     # Each integer is shifted to the highest bits of a byte, which gives the byte its sign. ``unit``
     # removes the factor 2^(8 − bits) of this shift.
     highest = 0xFF << (8 - bits) & 0xFF

@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS, pieces
-from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.wire import Wire
 from offbeat.transport.future import Future
 from offbeat.transport.team import Team

@@ -4,8 +4,9 @@ from typing import get_args
 
 from offbeat.arguments import Precision as Precision
 from offbeat.arguments import require_choice
+from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS
-from offbeat.quantization.kernels import BLOCK, kernels
+from offbeat.quantization.kernels import kernels
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 

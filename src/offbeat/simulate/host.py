@@ -1,7 +1,7 @@
 """The clock and the background threads of one simulated worker."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -9,7 +9,6 @@ from offbeat.simulate.cluster import SimulatedCluster
 from offbeat.simulate.kernel import Signal
 from offbeat.transport.host import Host, Promise
 
-T = TypeVar("T")
 _POLLS = 100  # polls at the same virtual time after which the worker sleeps
 _SHORTEST_SLEEP_SECONDS = 1e-6
 _LONGEST_SLEEP_SECONDS = 1e-3
@@ -22,14 +21,19 @@ class SimulatedPromise(Promise[Any]):
         signal: Fires when the promise is fulfilled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: "SimulatedHost") -> None:
         super().__init__()
-        self.signal = Signal()
+        self._host, self.signal = host, Signal()
 
     @override
     def fulfil(self, result: Any) -> None:
         super().fulfil(result)
         self.signal.fire()
+
+    @override
+    def wait(self, seconds: float, what: str) -> bool:
+        self._host.wait(self.signal, what)
+        return True
 
 
 class SimulatedHost(Host):
@@ -58,13 +62,7 @@ class SimulatedHost(Host):
 
     @override
     def promise(self) -> Promise[Any]:
-        return SimulatedPromise()
-
-    @override
-    def wait_for(self, promise: Promise[T], seconds: float, what: str) -> bool:
-        assert isinstance(promise, SimulatedPromise)
-        self.wait(promise.signal, what)
-        return True
+        return SimulatedPromise(self)
 
     @override
     def computed(self, progress: float) -> None:
@@ -83,8 +81,8 @@ class SimulatedHost(Host):
 
         A poll itself takes no virtual time. Without the sleep, a loop that polls until the
         operation ends would never end. The first sleep takes 1 µs, each further one twice as long,
-        up to 1 ms. Once virtual time passes between two polls, counting starts again, with a sleep
-        of 1 µs.
+        up to 1 ms. If virtual time has passed since the last poll, counting starts again, and the
+        next sleep takes 1 µs.
         """
         if self.now() > self._polled_seconds:
             self._polls, self._sleep_seconds = 0, _SHORTEST_SLEEP_SECONDS

@@ -120,7 +120,7 @@ class PromiseWait(Operation[T]):
     @override
     def block(self) -> T:
         started = time.perf_counter()
-        while not self._promise.wait(SLICE_SECONDS):
+        while not self._promise.wait(SLICE_SECONDS, "a promise"):
             self._check(time.perf_counter() - started)
         return self._promise.result
 

@@ -12,13 +12,16 @@ from typing import Generic, TypeVar
 
 from typing_extensions import override
 
+from offbeat.errors import OffbeatError
+
 T = TypeVar("T")
 
 
 class Promise(Generic[T]):
-    """A future: a result that one thread of a worker will pass to another.
+    """A result that one thread of a worker will pass to another. ``Host.promise`` makes it.
 
-    ``Host.promise`` makes it, and ``Communicator.await_promise`` waits for it.
+    A worker that waits for other workers uses ``Communicator.await_promise``, which fails if one of
+    them is lost. ``wait`` does not, so elastic training can use it between two steps.
     """
 
     def __init__(self) -> None:
@@ -30,9 +33,13 @@ class Promise(Generic[T]):
         self._results.append(result)
         self._event.set()
 
-    def wait(self, seconds: float) -> bool:
-        """Block for at most ``seconds``. Return True if the promise is fulfilled."""
-        return self._event.wait(seconds)
+    def wait(self, seconds: float, what: str) -> bool:
+        """Block until the promise is fulfilled, for ``seconds`` at most. True if it is fulfilled.
+
+        ``what`` names the wait in a simulation's timeline. The simulator has no time limit: it
+        reports a deadlock.
+        """
+        return self._event.wait(min(seconds, threading.TIMEOUT_MAX))
 
     @property
     def fulfilled(self) -> bool:
@@ -73,22 +80,6 @@ class Host(ABC):
     def promise(self) -> Promise[T]:
         """Return a new promise between threads of this worker."""
 
-    @abstractmethod
-    def wait_for(self, promise: Promise[T], seconds: float, what: str) -> bool:
-        """Block until ``promise`` is fulfilled, for about ``seconds`` at most.
-
-        ``Communicator.await_promise`` also fails if a worker is lost. This method does not, so
-        elastic training can use it between two steps.
-
-        Args:
-            promise: Promise of this host.
-            seconds: Time limit. The simulator has none: it reports a deadlock.
-            what: Name of the wait in a simulation's timeline.
-
-        Returns:
-            True if the promise is fulfilled.
-        """
-
     def computed(self, progress: float) -> None:  # noqa: B027 - optional
         """Report that a fraction of the current step's computation is done.
 
@@ -103,6 +94,15 @@ class Host(ABC):
 
         The simulator reports them for all workers. A real host does nothing.
         """
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Raises OffbeatError if the operating system allows no further one."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        remedy = "Raise the limit on threads (ulimit -u, or that of the container)"
+        raise OffbeatError(f"{thread.name}: {error}. {remedy}") from None
 
 
 class ThreadHost(Host):
@@ -124,15 +124,11 @@ class ThreadHost(Host):
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=activity, name=what, daemon=True)
         self._threads.append(thread)
-        thread.start()
+        start_thread(thread)
 
     @override
     def promise(self) -> Promise[T]:
         return Promise()
-
-    @override
-    def wait_for(self, promise: Promise[T], seconds: float, what: str) -> bool:
-        return promise.wait(min(seconds, threading.TIMEOUT_MAX))
 
     @override
     def processor_seconds(self) -> float:

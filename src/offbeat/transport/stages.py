@@ -60,7 +60,7 @@ class Stages:
 
         def run() -> None:
             # The thread before this one ends if a worker is lost, so this wait needs no check.
-            host.wait_for(before, math.inf, what)
+            before.wait(math.inf, what)
             failure = before.result
             if failure is None:
                 try:

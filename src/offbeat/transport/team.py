@@ -35,11 +35,6 @@ class Node:
     inside: Communicator
     sharded: bool = False
 
-    def close(self, *, together: bool) -> None:
-        """Close both communicators; see ``Communicator.close``."""
-        self.inside.close(together=together)
-        self.everyone.close(together=together)
-
 
 class Team:
     """The workers that train together, as seen by one of them.
@@ -61,7 +56,7 @@ class Team:
             Example: after worker 1 of 3 is lost, ``members`` is (0, 2).
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
         stages: Starts the second stages of sums of the current generation, in background threads.
-        movers: Moves the global model by sums that have arrived, in other background threads.
+        landings: Moves the global model by sums that have arrived, in other background threads.
         host: Clock and background threads of this worker.
         account: Bytes sent and time waited in all generations.
         membership: Interface for agreeing on the next generation; None if the training is not
@@ -90,7 +85,7 @@ class Team:
         self.communicator.account = self.account
         self.host: Host = generation.communicator.host
         self.stages = Stages(generation.communicator, "second stages of sums")
-        self.movers = Stages(generation.communicator, "landings of parts")
+        self.landings = Stages(generation.communicator, "landings of parts")
 
     def enter(self, generation: Generation) -> None:
         """Replace the current generation, which the caller has closed, by ``generation``."""
@@ -145,7 +140,7 @@ class Team:
         return now - began
 
     @property
-    def copies(self) -> int:
+    def models_per_node(self) -> int:
         """Number of models in a node: one, or one for each process that holds the whole model."""
         return 1 if self.node is None or self.node.sharded else self.node.inside.size
 
@@ -156,11 +151,11 @@ class Team:
         Its members are the workers or, if each process of a node holds the whole model, all
         processes.
         """
-        if self.node is None or self.copies == 1:
+        if self.node is None or self.models_per_node == 1:
             return self
         if self._replica_team is None:
             self._replica_team = Team(self.node.everyone, account=self.account)
-            self.node.everyone.senders = self.copies
+            self.node.everyone.senders = self.models_per_node
         return self._replica_team
 
     def sum_over_shards(self, *values: float) -> list[float]:
@@ -180,7 +175,7 @@ class Team:
         inside = self.node.inside
         return inside.sum(_numbers(values, inside), what="sum over a node").wait().tolist()
 
-    def agree(self, *values: float) -> list[float]:
+    def maximum_over_node(self, *values: float) -> list[float]:
         """Return the maximum of each value over the processes of this node.
 
         Use it if processes measure different values, such as times, and must act on the same one. A
@@ -189,7 +184,7 @@ class Team:
         if self.node is None:
             return list(values)
         inside = self.node.inside
-        largest = inside.maximum(_numbers(values, inside), what="agreement of a node")
+        largest = inside.maximum(_numbers(values, inside), what="maximum over a node")
         with self.communicator.waiting():
             return largest.wait().tolist()  # with NCCL, wait() returns early, and tolist() blocks
 
@@ -197,7 +192,8 @@ class Team:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
         self.communicator.close(together=together)
         if self.node is not None:
-            self.node.close(together=together)
+            self.node.inside.close(together=together)
+            self.node.everyone.close(together=together)
 
 
 def _numbers(values: Sequence[float], communicator: Communicator) -> torch.Tensor:

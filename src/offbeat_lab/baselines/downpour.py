@@ -98,7 +98,7 @@ class DownpourFlow(ServerFlow):
         self._send()
         # The answer has arrived already if this rank holds the only shard.
         fetched = self._take() or fetched
-        self.report()
+        self.update_details()
         return fetched
 
     def _take(self) -> bool:

@@ -93,7 +93,7 @@ class EASGDFlow(ServerFlow):
         self.model.add(0, -server.vector)
         self.unpushed = int(self._staged)  # 1: the pushed x lacks this step
         self._staged = False
-        self.report()
+        self.update_details()
         return True
 
     @override

@@ -105,7 +105,7 @@ class GradientSelSyncFlow(Flow):
     @override
     def consensus(self, last: Round, *, final: bool) -> None:
         worker, what = self.worker, f"mean at step {self.worker.step}"
-        worker.exact_mean.consensus(last.own.weight, last.wait().weight, final=final, what=what)
+        worker.model_mean.consensus(last.own.weight, last.wait().weight, final=final, what=what)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

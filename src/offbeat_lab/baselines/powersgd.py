@@ -75,7 +75,7 @@ class LowRankMean(GradientMean):
                 m.add_(e)
         products = [m @ q for m, q in zip(matrices, self.q, strict=True)]
         self._sum(products)
-        rows, contributing, layouts = agreement.wait()
+        rows, contributing, kinds = agreement.wait()
         if not contributing:
             return rows
         # With NaN or infinity on any worker all workers get NaN, and Q and e do not change.
@@ -85,7 +85,7 @@ class LowRankMean(GradientMean):
         self._sum([*projected, *others])
         for each in (*projected, *others):
             each.mul_(1 / contributing)
-        holders = [layout for layout, shape in zip(layouts, self._shapes, strict=True) if shape]
+        holders = [kind for kind, shape in zip(kinds, self._shapes, strict=True) if shape]
         for i, (m, p, held) in enumerate(zip(matrices, bases, holders, strict=True)):
             mean = p @ projected[i].T
             if finite and held:  # else no worker has a gradient of this parameter
@@ -93,7 +93,7 @@ class LowRankMean(GradientMean):
                 if contribute:
                     torch.sub(m, mean, out=self.errors[i])
             m.copy_(mean)
-        self._land(float(contribute), layouts)
+        self._land(float(contribute), kinds)
         return rows
 
     def _stage(self, contribute: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -148,7 +148,7 @@ class ServerFlow(Flow):
         return False
 
     @override
-    def pause(self, *, finishing: bool) -> None:
+    def enter_barrier(self, *, finishing: bool) -> None:
         """Push the remaining steps if training ends. Block until all workers are at the barrier."""
         if finishing and self.unsynced and not self._flushed:
             self.flush()
@@ -162,11 +162,11 @@ class ServerFlow(Flow):
         self.model.write(0, self.server.read())
         if worker.size > 1:
             what = f"{'final mean' if final else 'consensus'} of the buffers at step {worker.step}"
-            worker.exact_mean.average_buffers(1.0, worker.size, what=what)
+            worker.model_mean.average_buffers(1.0, worker.size, what=what)
         # No worker may push before all workers have read the vector.
         worker.barrier("the end of the consensus")
         if final:
-            self.report()
+            self.update_details()
             self.server.leave()
 
     @override
@@ -227,7 +227,7 @@ class ServerFlow(Flow):
         values.zero_()
         self.unpushed = 0
 
-    def report(self) -> None:
+    def update_details(self) -> None:
         """Write the pulled bytes, and the statistics of this rank's shard, to ``Stats.details``."""
         details, shard = self.worker.details, self.server.shard
         details["pulled_bytes"] = self.server.pulled_bytes

@@ -58,7 +58,7 @@ class SSPFlow(ServerFlow):
         self.model.write(0, self.cache)
         worker.record["staleness"] = max(0, self.clock - self.fresh_clock)
         worker.details["pulls"] = worker.details.get("pulls", 0) + refreshed
-        self.report()
+        self.update_details()
         return refreshed
 
     def _add_update(self) -> None:

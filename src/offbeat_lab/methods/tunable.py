@@ -61,6 +61,7 @@ class Tunable:
 
 
 TAU = "tau"
+_DILOCO = {"period": 4, "fragments": 4, "overlap": 1, "wire": "int4"}
 _OFFBEAT: Mapping[Any, Tunable] = {
     BSP: Tunable(known=({"wire": "int4"},)),
     LocalSGD: Tunable((Axis("period"),), ({"period": 2, "wire": "int4"},)),
@@ -73,8 +74,15 @@ _OFFBEAT: Mapping[Any, Tunable] = {
     ),
     StreamingAveraging: Tunable((Axis("outer_gain", ("auto", 1)),)),
     DiLoCo: Tunable(
-        (Axis("period"), Axis("outer_lr"), Axis("outer_momentum", below_one=True)),
-        ({"period": 8, "outer_momentum": 0.6, "wire": "int4"},),
+        (
+            *(Axis("period"), Axis("overlap"), Axis("outer_lr")),
+            Axis("outer_momentum", below_one=True),
+        ),
+        (
+            _DILOCO | {"outer_lr": 0.5, "outer_momentum": 0.5},
+            _DILOCO | {"outer_lr": 1.0, "outer_momentum": 0.0},
+            _DILOCO | {"period": 8, "overlap": 2, "outer_lr": 0.5, "outer_momentum": 0.75},
+        ),
     ),
 }
 

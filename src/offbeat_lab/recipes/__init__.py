@@ -4,12 +4,19 @@ A recipe has a model, data, an optimizer, a learning-rate schedule, a metric and
 """
 
 from offbeat.extend import did_you_mean
-from offbeat_lab.recipes import digits, mnist, stdlib_lm
+from offbeat_lab.recipes import cifar, digits, mnist, stdlib_lm, wikitext
 from offbeat_lab.recipes.base import Recipe, Setup, Task
 from offbeat_lab.recipes.custom import is_file_recipe, load_file_recipe
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe for recipe in (digits.RECIPE, stdlib_lm.RECIPE, mnist.RECIPE)
+    recipe.name: recipe
+    for recipe in (
+        digits.RECIPE,
+        stdlib_lm.RECIPE,
+        mnist.RECIPE,
+        cifar.RECIPE,
+        wikitext.RECIPE,
+    )
 }
 ALIASES = {"mnist": "mnist:cnn"}
 

@@ -108,16 +108,20 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def shift_images(batch: Batch) -> Batch:
-    """Shift each image (C×H×W) of a batch at random, by −1, 0 or 1 pixels in each dimension.
+def shifted(images: Tensor, reach: int) -> Tensor:
+    """Shift each image (n×C×H×W) at random, by up to ``reach`` pixels in each dimension.
 
     Torch's global generator draws the shifts. Zeros fill the border.
     """
-    images, *rest = batch
     n, _, height, width = images.shape
-    padded = nn.functional.pad(images, (1, 1, 1, 1))
-    rows = torch.randint(3, (n, 1)) + torch.arange(height)
-    columns = torch.randint(3, (n, 1)) + torch.arange(width)
+    padded = nn.functional.pad(images, (reach, reach, reach, reach))
+    rows = torch.randint(2 * reach + 1, (n, 1)) + torch.arange(height)
+    columns = torch.randint(2 * reach + 1, (n, 1)) + torch.arange(width)
     sample = torch.arange(n)[:, None, None]
-    moved = padded[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-    return (moved, *rest)
+    return padded[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def shift_images(batch: Batch) -> Batch:
+    """Shift each image of a batch at random, by −1, 0 or 1 pixels in each dimension."""
+    images, *rest = batch
+    return (shifted(images, 1), *rest)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from offbeat_lab.recipes.base import Recipe, Setup, Task
 from offbeat_lab.recipes.classification import classification_task
 from offbeat_lab.recipes.datasets import TensorData
+from offbeat_lab.recipes.files import find_file, require_directory
 
 CLASSES = 10
 FILES = (
@@ -48,18 +49,9 @@ def read_idx(path: Path) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8, offset=header).copy()).view(shape)
 
 
-def find_file(folder: Path, name: str) -> Path:
-    """Return the path of a file in ``folder``, whose name may end in ``.gz``."""
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.is_file():
-            return path
-    problem = "but neither is there" if folder.exists() else "which does not exist"
-    raise FileNotFoundError(f"looked for {name} or {name}.gz in {folder}, {problem}")
-
-
 def read_split(folder: Path, images: str, labels: str) -> tuple[Tensor, Tensor]:
     """Read images (n×28×28 bytes) and their labels (n bytes, 0 to 9) from two files."""
-    paths = [find_file(folder, name) for name in (images, labels)]
+    paths = [find_file(folder, (name, f"{name}.gz")) for name in (images, labels)]
     x, y = (read_idx(path) for path in paths)
     if x.dim() != 3 or x.shape[1:] != (28, 28) or not len(x):
         raise ValueError(f"{paths[0]} must hold images of 28 x 28, but it says {_shape(x)}")
@@ -91,12 +83,9 @@ def make_model() -> nn.Module:
 @lru_cache(maxsize=1)  # simulated workers, which are threads of one process, share the tensors
 def load(data: Path | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return training images (n×1×28×28, normalized), their labels, test images, their labels."""
-    if data is None:
-        raise FileNotFoundError(
-            f"the mnist recipe needs --data DIR with {', '.join(FILES)} (each may end in .gz)"
-        )
+    folder = require_directory(data, "mnist", f"{', '.join(FILES)} (each may end in .gz)")
     (train_x, train_y), (test_x, test_y) = (
-        read_split(data, *files) for files in (FILES[:2], FILES[2:])
+        read_split(folder, *files) for files in (FILES[:2], FILES[2:])
     )
     train, test = ((x[:, None].float() / 255 - 0.1307) / 0.3081 for x in (train_x, test_x))
     return train, train_y.long(), test, test_y.long()

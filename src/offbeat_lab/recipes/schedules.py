@@ -1,6 +1,8 @@
-"""The learning-rate schedule of recipes."""
+"""Learning-rate schedules of recipes."""
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -23,3 +25,30 @@ def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> LRSc
         return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     return LambdaLR(optimizer, factor)
+
+
+def decay_at(
+    optimizer: Optimizer, milestones: Sequence[float], factor: float, *, samples_per_step: int
+) -> LRScheduler:
+    """Return a scheduler that multiplies the learning rate by ``factor`` at each milestone.
+
+    A milestone is a number of samples that all workers together have read. For example, with 4
+    workers and batches of 32, milestone 12,800 is reached after 100 steps.
+
+    Args:
+        optimizer: The optimizer.
+        milestones: Numbers of samples in ascending order.
+        factor: Factor on the learning rate at each milestone.
+        samples_per_step: Samples that all workers read in a step: batch size × number of workers.
+    """
+    return LambdaLR(optimizer, lambda t: factor ** bisect_right(milestones, t * samples_per_step))
+
+
+def decay_every(
+    optimizer: Optimizer, samples: int, factor: float, *, samples_per_step: int
+) -> LRScheduler:
+    """Return a scheduler that multiplies the learning rate by ``factor`` every ``samples`` samples.
+
+    The samples of all workers are counted together, as in ``decay_at``.
+    """
+    return LambdaLR(optimizer, lambda t: factor ** (t * samples_per_step // samples))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from offbeat_lab.recipes.base import Recipe, Setup, Task
 from offbeat_lab.recipes.datasets import TensorData
 from offbeat_lab.recipes.held_out import HeldOut
+from offbeat_lab.recipes.models.transformers import ByteTransformer, next_token_loss, token_losses
 from offbeat_lab.recipes.schedules import warmup_cosine
 
 BATCH_SIZE = 16
@@ -48,61 +49,9 @@ def _windows(text: bytearray) -> Tensor:
     return data[: len(data) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
 
 
-class ByteTransformer(nn.Module):
-    """Transformer over bytes with learned positions and pre-layer normalization.
-
-    A causal mask keeps each byte from attending to later ones. An input has up to ``context``
-    bytes. ``width`` is the size of the embedding. The feed-forward blocks are four times as wide.
-    """
-
-    mask: Tensor
-
-    def __init__(
-        self, context: int = CONTEXT, width: int = 128, layers: int = 2, heads: int = 4
-    ) -> None:
-        super().__init__()
-        mask = nn.Transformer.generate_square_subsequent_mask(context)
-        self.register_buffer("mask", mask, persistent=False)
-        self.bytes = nn.Embedding(256, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-            )
-            for _ in range(layers)
-        )
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256)
-
-    def forward(self, text: Tensor) -> Tensor:
-        """Return the logits of each next byte: batch × length → batch × length × 256."""
-        length = text.shape[1]
-        positions = torch.arange(length, device=text.device)
-        x = self.bytes(text.long()) + self.positions(positions)
-        for block in self.blocks:
-            x = block(x, src_mask=self.mask[:length, :length], is_causal=True)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-def next_token_loss(model: nn.Module, batch: tuple[Tensor, ...], reduction: str = "mean") -> Tensor:
-    """Return the cross-entropy of the next tokens in nats.
-
-    Args:
-        model: Module that returns the logits of each next token.
-        batch: One tensor of texts (batch × length). The last token of a text is only a target, not
-            an input of the model.
-        reduction: That of torch's ``cross_entropy``.
-    """
-    text = batch[0].long()
-    logits = model(text[:, :-1]).flatten(0, 1)
-    return nn.functional.cross_entropy(logits, text[:, 1:].flatten(), reduction=reduction)
-
-
 def bits_per_byte(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Return the mean cross-entropy of each sample, in bits per byte."""
-    losses = next_token_loss(model, batch, "none").view(len(batch[0]), -1)
-    return {"bits per byte": (losses / math.log(2)).mean(1)}
+    return {"bits per byte": (token_losses(model, batch) / math.log(2)).mean(1)}
 
 
 def build(setup: Setup) -> Task:

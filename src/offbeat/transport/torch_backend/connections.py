@@ -22,7 +22,7 @@ from offbeat.transport.future import SLICE_SECONDS, Operation, UnexplainedError
 from offbeat.transport.host import ThreadHost
 from offbeat.transport.torch_backend import process_groups as groups
 from offbeat.transport.torch_backend.exit_reasons import ExitReasons
-from offbeat.transport.torch_backend.failure_detection import LivenessCheck
+from offbeat.transport.torch_backend.liveness_check import LivenessCheck
 from offbeat.transport.torch_backend.process_groups import GroupFactory, OpeningError, ranks_text
 from offbeat.transport.torch_backend.store_access import call_within
 from offbeat.transport.torch_backend.threads import call_in_thread, close_at_exit
@@ -242,7 +242,7 @@ class Connections:
 
         In elastic training no rank counts as silent: the next generation excludes such workers.
         """
-        return (self._lost(), []) if self._liveness is None else self._liveness.missing()
+        return (self._lost(), []) if self._liveness is None else self._liveness.lost_and_silent()
 
     def _lost_first(self, lost: list[int]) -> str:
         """Return a text that names the ranks that were lost first, with their exit reasons.

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from offbeat.transport.torch_backend.store_access import NoAnswerError, call_within
+from offbeat.transport.torch_backend.store_access import NoAnswerError, call_within, polls
 from offbeat.transport.torch_backend.threads import call_in_thread
 
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
@@ -167,8 +167,7 @@ class GroupFactory:
         if backend != "gloo":
             limit = timedelta(seconds=seconds)
             return dist.new_group(self._members, limit, backend, use_local_synchronization=True)
-        # Gloo waits five times its limit for a member that connects to this one. Python must wait
-        # for that at exit, so the limit is a fifth.
+        # Gloo waits five times its limit for a member that connects to this one.
         limit = timedelta(seconds=min(seconds, max(_GLOO_SECONDS, seconds / 5)))
         # This thread polls the store while gloo uses it, so each needs its own connection.
         store = self._ask(self.store.clone)
@@ -185,7 +184,6 @@ class GroupFactory:
                 name="opening of a group",
                 poll=poll,
                 interval_seconds=_POLL_SECONDS[1],
-                deadline=time.monotonic() + 5 * limit.total_seconds() + _MARGIN_SECONDS,
             )
         except RuntimeError as error:
             if not isinstance(error, OpeningError):
@@ -212,7 +210,6 @@ class GroupFactory:
             raise OpeningError(f"{ranks_text(lost)} died")
 
     def _await_members(self) -> None:
-        pause, longest = _POLL_SECONDS
         self._ask(lambda: self.store.set(f"here/{self.rank}", ""))
 
         def absent() -> list[int]:
@@ -222,11 +219,12 @@ class GroupFactory:
                 return []
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
-        while missing := self._ask(absent):
+        for _ in polls(*_POLL_SECONDS):
+            missing = self._ask(absent)
+            if not missing:
+                return
             if time.monotonic() > self._deadline:
                 raise OpeningError(f"{ranks_text(missing)} did not come")
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
 
     def _ask(self, function: Callable[[], Any]) -> Any:
         """Return the result of ``function``, which accesses the store, before the deadline."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from offbeat.transport.torch_backend.threads import call_in_thread
@@ -36,6 +36,15 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
             raise NoAnswerError(f"no answer within {seconds:g} s")
 
     return call_in_thread(function, name="store", poll=poll, interval_seconds=seconds / _SLICES)
+
+
+def polls(first_seconds: float, longest_seconds: float) -> Iterator[None]:
+    """Yield at once, and then again after pauses that double from the first to the longest."""
+    pause = first_seconds
+    while True:
+        yield
+        time.sleep(pause)
+        pause = min(2 * pause, longest_seconds)
 
 
 class KeyPoll:

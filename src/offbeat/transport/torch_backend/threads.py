@@ -3,8 +3,8 @@
 Python handles Ctrl-C on the main thread, and only while that thread is not blocked inside torch.
 
 If a thread returned from torch while Python shuts down, the process would abort with "terminate
-called without an active exception". So Python waits at exit for threads that were given up, and
-``close_at_exit`` ends the others.
+called without an active exception". So Python waits at exit for threads that were given up, for 3 s
+in all: most of them end together with the other workers. ``close_at_exit`` ends the other threads.
 
 Gloo's own threads need Python's lock, too: after each collective, also one of the script, they
 drop the Python objects of its tensors. A thread that waits for the lock when Python shuts down
@@ -18,12 +18,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from offbeat.transport.host import start_thread
+
 T = TypeVar("T")
 _YIELD_SECONDS = 0.05  # pause at exit for gloo's threads
-_EXIT_SECONDS = 3.0  # time for which Python waits at exit for threads without a deadline
+_EXIT_SECONDS = 3.0  # longest time for which Python waits at exit for all abandoned threads
 
-_abandoned: list[tuple[threading.Thread, float | None]] = []
-"""Threads with their deadlines."""
+_abandoned: list[threading.Thread] = []
 
 
 def call_in_thread(
@@ -32,7 +33,6 @@ def call_in_thread(
     name: str,
     poll: Callable[[], None],
     interval_seconds: float,
-    deadline: float | None = None,
 ) -> T:
     """Call ``function`` in a new thread, and return its result. Blocks.
 
@@ -40,9 +40,8 @@ def call_in_thread(
         function: Function that may block inside torch.
         name: Name of the thread.
         poll: Function that the calling thread calls every ``interval_seconds``. If it raises an
-            exception, the thread is abandoned.
+            exception, the thread is abandoned, and Python waits for it at exit.
         interval_seconds: Time between two calls of ``poll``.
-        deadline: See ``abandon_thread``.
 
     Raises:
         Exception: ``function`` or ``poll`` raised it.
@@ -61,35 +60,25 @@ def call_in_thread(
             ended.set()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
+    start_thread(thread)
     try:
         while not ended.wait(interval_seconds):
             poll()
     except BaseException:
-        abandon_thread(thread, deadline)
+        _abandoned[:] = [other for other in _abandoned if other.is_alive()]
+        _abandoned.append(thread)
         raise
     if errors:
         raise errors.pop()
     return results.pop()
 
 
-def abandon_thread(thread: threading.Thread, deadline: float | None = None) -> None:
-    """Let Python wait for ``thread`` at exit.
-
-    Args:
-        thread: The thread.
-        deadline: End of that wait, by ``time.monotonic``. None: 3 s after its beginning.
-    """
-    _abandoned[:] = [(other, limit) for other, limit in _abandoned if other.is_alive()]
-    _abandoned.append((thread, deadline))
-
-
 @atexit.register
 def _join_abandoned() -> None:
     time.sleep(_YIELD_SECONDS)
     end = time.monotonic() + _EXIT_SECONDS
-    for thread, deadline in _abandoned:
-        thread.join(max(0.0, (end if deadline is None else deadline) - time.monotonic()))
+    for thread in _abandoned:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def close_at_exit(resource: Any) -> None:

@@ -18,11 +18,11 @@ from offbeat.transport.future import Operation, PromiseWait
 from offbeat.transport.host import Promise, ThreadHost
 from offbeat.transport.key_value_store import KeyValueStore
 from offbeat.transport.torch_backend.connections import Connections, TorchOperation
+from offbeat.transport.torch_backend.liveness_check import LIVENESS_SECONDS
 from offbeat.transport.torch_backend.process_groups import GroupFactory
 from offbeat.transport.torch_backend.torch_store import TorchStore
 
 T = TypeVar("T")
-_LIVENESS_SECONDS = 3.0
 _CLOSING_SECONDS = 5.0
 
 
@@ -49,7 +49,7 @@ class TorchCommunicator(Communicator):
         group: dist.ProcessGroup | GroupFactory | None,
         *,
         timeout_seconds: float,
-        liveness_seconds: float = _LIVENESS_SECONDS,
+        liveness_seconds: float = LIVENESS_SECONDS,
         closing_seconds: float = _CLOSING_SECONDS,
         host: ThreadHost | None = None,
     ) -> None:

@@ -19,6 +19,8 @@ import torch
 
 from offbeat.transport.torch_backend.process_groups import Group, close_connections
 
+LIVENESS_SECONDS = 3.0
+"""Time in which a worker must answer. Elastic training uses ``elastic/silence.py`` instead."""
 _GRACE_SECONDS = 0.25  # longest duration of the check after a worker was found lost
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 PeerState = Literal["alive", "lost", "silent"]
@@ -49,7 +51,7 @@ class LivenessCheck:
             thread.join(self._seconds)
         self._sends.clear()
 
-    def missing(self) -> tuple[list[int], list[int]]:
+    def lost_and_silent(self) -> tuple[list[int], list[int]]:
         """Check all other workers. Return the ranks of the lost and the ranks of the silent ones.
 
         Blocks for about ``seconds`` at most. Once a worker is found lost, the cause of the failure

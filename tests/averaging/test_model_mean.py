@@ -12,8 +12,7 @@ import offbeat
 from loops import Recorded, attach, bits, close
 from offbeat.averaging import Replica
 from offbeat.averaging import flat as flat_tensors
-from offbeat.averaging.exact_mean import ExactMean
-from offbeat.training.checks.consistency import copy_rank_0
+from offbeat.averaging.model_mean import ModelMean, copy_rank_0
 from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
 from problems import OPTIMIZERS, Simulated, flat, make_batch, train_step
@@ -91,7 +90,7 @@ class Begun:
         self.team = Team(self.recorded.make_communicator(20))
         self.model = Kinds(0)
         self.replica = Replica(self.model, self.model.parameters())
-        self.mean = ExactMean(self.team, self.replica)
+        self.mean = ModelMean(self.team, self.replica)
         differ(self.model, rank)
 
 
@@ -216,7 +215,7 @@ def reciprocals(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     model = nn.Module()
     model.x = nn.Parameter(own.clone())
     team = Team(open_communicator(None, 20, what="a test"))
-    ExactMean(team, Replica(model, [model.x])).average(1.0, size, what="a test")
+    ModelMean(team, Replica(model, [model.x])).average(1.0, size, what="a test")
     mean = model.x.detach().clone()
     with attach(model, torch.optim.SGD([model.x], lr=0.0), offbeat.BSP()):
         (model.x * own).sum().backward()

@@ -1,7 +1,8 @@
-"""The mean of whole models over the workers, never quantized.
+"""Means of whole models, and of their buffers, over the workers. They are never quantized.
 
-It is used for a *consensus*, which replaces each local model by the mean, temporarily or at the end
-of training. It is also used when workers join or are lost, and between the workers of one node.
+``ModelMean`` is used for a *consensus*, which replaces each local model by the mean, temporarily or
+at the end of training. It is also used when workers join or are lost, and between the workers of
+one node. ``BufferMean`` averages the buffers while the workers train.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ _Range = tuple[Flat, int, Future[Tensor]]
 """Tensors, the first number of a range of them, and the sum of this range over the workers."""
 
 
-class ExactMean:
+class ModelMean:
     """x ← Σ w·x / Σ w over the workers, where x is a worker's model and w its weight.
 
     Trainable parameters, floating-point and complex buffers are averaged (float16 and bfloat16 in
@@ -35,7 +36,7 @@ class ExactMean:
     def __init__(self, team: Team, replica: Replica) -> None:
         # In a node each process sends its copy of the model: a ring then sends no more to other
         # nodes than one process would.
-        self._team, self._copies, self._workers = team.replica_team, team.copies, team.size
+        self._team, self._copies, self._workers = team.replica_team, team.models_per_node, team.size
         self._replica = replica
 
     def consensus(self, weight: float, total: float, *, final: bool, what: str) -> None:
@@ -106,3 +107,79 @@ class ExactMean:
             values = torch.empty(flat.elements, dtype=torch.int64, device=device)
             flat.read(0, values)
             yield flat, 0, communicator.maximum(values, what=what)
+
+
+class BufferMean:
+    """The mean of the floating-point buffers, such as BatchNorm statistics, while workers train.
+
+    The constructor starts the sums over the workers.
+
+    Args:
+        team: The workers.
+        replica: Tensors of this worker's model.
+        weight: Weight of its buffers in the mean.
+        step: Local step of this worker.
+        what: Name of the operation in errors.
+    """
+
+    def __init__(
+        self, team: Team, replica: Replica, weight: float, step: int, *, what: str
+    ) -> None:
+        self._replica, self._weight, self._step = replica, weight, step
+        flats = make_flats(replica.float_buffers())
+        self._sent = [flat.copy() for flat in flats]
+        self._sums = [team.communicator.sum(flat.copy(weight=weight), what=what) for flat in flats]
+
+    def wait(self) -> None:
+        """Wait until the sums have arrived."""
+        for future in self._sums:
+            future.wait()
+
+    def write(self, total: float, model_version: int) -> None:
+        """Move the buffers to their mean.
+
+        Args:
+            total: Sum of all workers' weights.
+            model_version: Greater than ``step`` if the model has changed since the constructor.
+        """
+        # A forward pass may have replaced the tensors.
+        flats = make_flats(self._replica.float_buffers())
+        for flat, sent, future in zip(flats, self._sent, self._sums, strict=True):
+            values = future.wait() * (1 / total)
+            if model_version > self._step and self._weight:
+                values = moved_to_mean(flat.copy(), values, sent)
+            flat.write(0, values)
+
+
+def moved_to_mean(current: Tensor, mean: Tensor, sent: Tensor) -> Tensor:
+    """Return current + (mean − sent), but no element beyond its mean or moved away from it.
+
+    Adding mean − sent without this limit could make a running variance of BatchNorm negative. With
+    it the result lies between the old variance and the mean variance.
+
+    Args:
+        current: Values of buffers.
+        mean: Mean over the workers of the values that they have sent.
+        sent: Values that this worker has sent.
+    """
+    shifted = current + (mean - sent)
+    lower, upper = torch.minimum(current, mean), torch.maximum(current, mean)
+    clamped = torch.minimum(torch.maximum(shifted, lower), upper)
+    # A value that has not changed since it was sent is set to the mean directly. For infinite
+    # values, as in an attention mask, the formula would give ∞ − ∞ = NaN. A NaN becomes the mean,
+    # too.
+    replaced = (current == sent) | current.isnan() | sent.isnan()
+    return torch.where(replaced, mean, clamped)
+
+
+def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
+    """Copy rank 0's values of ``tensors`` to all workers, in place. A collective."""
+    if team.everyone.size == 1:
+        return
+    communicator = team.replica_team.communicator
+    what = "copy of rank 0's model"
+    for flat in make_flats(tensors):
+        for start, stop in flat.ranges():
+            values = communicator.broadcast(flat.copy(start, stop), what=what).wait()
+            if communicator.rank:
+                flat.write(start, values)
