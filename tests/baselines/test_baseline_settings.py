@@ -33,7 +33,6 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
     (SparseLoCo, {"density": 0.0}, ValueError, r"density must be in \(0, 1\], got 0\.0"),
     (SparseLoCo, {"decay": 1.5}, ValueError, "decay must be"),
     (PowerSGD, {"rank": 0}, ValueError, "rank must be at least 1, got 0"),
-    (PowerSGD, {"start": -1}, ValueError, "start must be at least 0, got -1"),
     # The setting that all strategies with a parameter server share.
     (EASGD, {"servers": ()}, ValueError, "servers must be one or more different ranks"),
     (EASGD, {"servers": (0, 0)}, ValueError, "servers must be one or more different ranks"),

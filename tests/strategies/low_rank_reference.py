@@ -54,9 +54,8 @@ class LowRank:
 class PowerSGD(BSP):
     """One model, which steps with the low-rank mean of the gradients of those that step."""
 
-    def __init__(self, counts: Sequence[int], kind: str, *, rank: int = 4, start: int = 0) -> None:
+    def __init__(self, counts: Sequence[int], kind: str, *, rank: int = 4) -> None:
         super().__init__(counts, kind)
-        self.start = start
         shapes = {i: tuple(p.shape) for i, p in enumerate(self.model.parameters()) if p.dim() == 2}
         self.compressed = {
             i: LowRank(first_q(i, m, rank), n, self.size)
@@ -68,10 +67,6 @@ class PowerSGD(BSP):
         self.second = PARAMETERS - sum(n * m for n, m in sizes) + rank * sum(m for _, m in sizes)
         self.exact_only = not self.compressed
 
-    @property
-    def exact(self) -> bool:
-        return self.exact_only or self.time <= self.start
-
     def advance(self) -> bool:
         each: list[list[Tensor] | None] = [
             gradients(self.model, make_batch(n, self.time - 1)) if n in self.stepping else None
@@ -79,7 +74,7 @@ class PowerSGD(BSP):
         ]
         for i, p in enumerate(self.model.parameters()):
             of_workers = [None if g is None else g[i] for g in each]
-            if i in self.compressed and not self.exact:
+            if i in self.compressed:
                 arrays = [None if g is None else g.numpy() for g in of_workers]
                 p.grad = torch.from_numpy(self.compressed[i].mean(arrays))
             else:
@@ -87,9 +82,9 @@ class PowerSGD(BSP):
                 p.grad = sum(present) / len(present)
         self.optimizer.step()
         self.numbers += self.vote_numbers
-        self.numbers += PARAMETERS if self.exact else self.first + self.second
+        self.numbers += PARAMETERS if self.exact_only else self.first + self.second
         return True
 
     def last_numbers(self) -> int:
         """The last round sends zeros for P, and then nobody needs Q."""
-        return PARAMETERS if self.exact_only or self.time < self.start else self.first
+        return PARAMETERS if self.exact_only else self.first

@@ -124,7 +124,7 @@ REFERENCES = [
         alone="sparseloco:period=1000",
     ),
     Row("powersgd:rank=1", partial(PowerSGD, rank=1)),
-    Row("powersgd:rank=2,start=5", partial(PowerSGD, rank=2, start=5)),
+    Row("powersgd:rank=2", partial(PowerSGD, rank=2)),
     Row("powersgd", PowerSGD),
     Row(
         "selsync_gradients:delta=0.5,smoothing=0.5,max_interval=9",

@@ -169,7 +169,6 @@ IDENTITIES = [
     ("diloco:period=1,outer_lr=1.0,outer_momentum=0.0", "bsp"),
     ("diloco:period=4,outer_lr=1.0,outer_momentum=0.0", "local:period=4"),
     ("powersgd:rank=4", "bsp"),
-    ("powersgd:rank=1,start=21", "bsp"),
     ("streaming:parts=1,schedule=cyclic,staleness=2,outer_gain=1", "async:staleness=2"),
     ("streaming:parts=1,schedule=cyclic,staleness=6,outer_gain=1", "async:staleness=6"),
 ]

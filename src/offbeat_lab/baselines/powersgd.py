@@ -23,7 +23,6 @@ from offbeat.extend import (
     GradientFlow,
     GradientFlowState,
     GradientMean,
-    Round,
     as_real,
     make_flats,
     setting,
@@ -36,18 +35,16 @@ _PURPOSE = int.from_bytes(b"powersgd", "big")  # part of the seed of the first Q
 
 
 class LowRankMean(GradientMean):
-    """The mean of the gradients of one optimizer, exact in the first ``strategy.start`` rounds.
+    """The mean of the gradients of one optimizer.
 
     Attributes:
         q: Q of each compressed matrix, m × r, equal on all workers.
         errors: e of each compressed matrix, n × m.
-        rounds: Number of rounds so far.
     """
 
     def __init__(self, flow: "PowerSGDFlow", optimizer: AttachedOptimizer) -> None:
         strategy = flow.strategy
         super().__init__(flow.worker.wire, optimizer.buckets)
-        self._start, self.rounds = strategy.start, 0
         self._shapes: list[tuple[int, int] | None] = []  # by parameter; None if not compressed
         self.q, self.errors = list[Tensor](), list[Tensor]()
         position = {id(p): i for i, p in enumerate(optimizer.parameters)}
@@ -64,7 +61,7 @@ class LowRankMean(GradientMean):
 
     @override
     def reduce(self, numbers: Sequence[float], *, contribute: bool) -> list[list[float]]:
-        if not self.q or self.rounds < self._start:
+        if not self.q:
             return super().reduce(numbers, contribute=contribute)
         # A step inside torch.autocast would otherwise send the products in bfloat16.
         with torch.autocast(self.q[0].device.type, enabled=False):
@@ -123,11 +120,9 @@ class PowerSGDState(GradientFlowState):
 
     Attributes:
         q: ``LowRankMean.q`` of all optimizers.
-        rounds: ``LowRankMean.rounds`` of all optimizers.
     """
 
     q: list[Tensor] = field(default_factory=list)
-    rounds: list[int] = field(default_factory=list)
 
 
 class PowerSGDFlow(GradientFlow):
@@ -139,27 +134,12 @@ class PowerSGDFlow(GradientFlow):
     @override
     def start(self) -> None:
         super().start()
-        self._means = cast("list[LowRankMean]", self.state.means)
-        self.state = PowerSGDState(**vars(self.state), q=[q for m in self._means for q in m.q])
+        means = cast("list[LowRankMean]", self.state.means)
+        self.state = PowerSGDState(**vars(self.state), q=[q for m in means for q in m.q])
 
     @override
     def make_mean(self, optimizer: AttachedOptimizer) -> LowRankMean:
         return LowRankMean(self, optimizer)
-
-    @override
-    def decide(self, round: Round) -> bool:
-        votes = round.own if round.own.stepping else round.wait()
-        self._means[int(votes.optimizer)].rounds += 1
-        return super().decide(round)
-
-    @override
-    def before_save(self) -> None:
-        self.state.rounds = [mean.rounds for mean in self._means]
-
-    @override
-    def after_load(self) -> None:
-        for mean, rounds in zip(self._means, self.state.rounds, strict=True):
-            mean.rounds = rounds
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -180,7 +160,6 @@ class PowerSGD(Strategy):
 
     Args:
         rank: r, rank of the means (≥ 1).
-        start: Number of initial steps that average all gradients exactly (≥ 0).
 
     *Communication*: two all-reduces in each step, one after the other, after backward. A matrix
     takes (n + m)·r numbers. *Memory*: one copy of the gradients, and e. *State*: Q and e.
@@ -199,7 +178,6 @@ class PowerSGD(Strategy):
     name: ClassVar[str] = "powersgd"
     tunable: ClassVar[Tunable] = Tunable((Axis("rank"),), ({"rank": 8},))
     rank: int = setting(4, least=1)
-    start: int = setting(0, least=0)
 
     @override
     def averages(self) -> CustomFlow:
