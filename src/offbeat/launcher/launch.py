@@ -62,6 +62,9 @@ def launch(
     with contextlib.ExitStack() as stack:
         with _signals_held():
             context = _context(fresh)
+        if isinstance(context, ForkServerContext):
+            _await_server(context)  # a Ctrl-C ends this wait
+        with _signals_held():
             if store is None:
                 # The workers of one machine need no other interface, and open no port on it.
                 loopback = "lo" if sys.platform == "linux" else "lo0"
@@ -84,7 +87,7 @@ def launch(
 
 
 def start_process(
-    context: ForkServerContext | SpawnContext, target: Callable[..., None], *arguments: object
+    context: ForkServerContext | SpawnContext, target: Callable[..., object], *arguments: object
 ) -> BaseProcess:
     """Start a process that calls ``target``, and does not import the main module of this one.
 
@@ -129,15 +132,20 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
     return context
 
 
+def _await_server(context: ForkServerContext) -> None:
+    """Wait until the fork server has imported torch, so that it has forked a first process."""
+    try:
+        start_process(context, int).join()
+    except EOFError:
+        raise OffbeatError("the process that starts the workers has ended") from None
+
+
 @contextlib.contextmanager
 def _local_store(context: ForkServerContext | SpawnContext) -> Iterator[str]:
     """Keep a store for this machine in a process of its own, and return its address."""
     with listen("127.0.0.1", 0) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        try:
-            process = start_process(context, serve_in_process, listener)
-        except EOFError:
-            raise OffbeatError("the process that starts the workers has ended") from None
+        process = start_process(context, serve_in_process, listener)
     try:
         yield address
     finally:
