@@ -70,6 +70,42 @@ def test_a_frozen_part_that_the_script_changes_is_averaged_at_a_consensus(
     assert all("'target.0." in each for each in warned), warned
 
 
+def frozen_in_nodes(rank: int, size: int, text: str) -> Any:
+    """Two nodes of two workers. Each worker freezes one layer, and adds a buffer after attach."""
+    model = make_model(rank)
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    sync = attach(model, optimizer, text, wire="float32", node_group="auto")
+    model.register_buffer("late", torch.full((3,), float(rank)))
+    for step in range(5):
+        train_step(model, optimizer, make_batch(rank, step))
+        if rank == 1:
+            model[2].weight.data.add_(1.0)  # not the first worker of its node
+    own = model[2].weight.detach().clone()
+    with sync.consensus():
+        inside = model[2].weight.detach().clone(), model.late.clone()
+    back = model[2].weight.detach().clone(), model.late.clone()
+    sync.finish()
+    return own, inside, back, (model[2].weight.detach(), model.late), all_numbers(model)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tensors_that_training_does_not_average_are_averaged_over_all_workers_of_nodes(
+    text: str,
+) -> None:
+    """Whichever worker of a node has changed one."""
+    results = simulated(frozen_in_nodes, text, workers=4, workers_per_node=2)
+    weight = sum(own for own, *_ in results) / 4
+    assert not torch.equal(results[0][0], results[1][0])
+    for rank, (own, inside, back, final, everything) in enumerate(results):
+        for found in (inside, final):
+            close(found[0], weight)
+            assert found[1].tolist() == [1.5] * 3
+        assert torch.equal(back[0], own)
+        assert back[1].tolist() == [float(rank)] * 3
+        assert torch.equal(everything, results[0][4])
+
+
 class Centred(nn.Module):
     """Its buffer is filled in the first forward pass, and replaced in each further one."""
 

@@ -63,6 +63,9 @@ def launch(
     with contextlib.ExitStack() as stack:
         with _signals_held():
             context = _context(fresh)
+        if isinstance(context, ForkServerContext):
+            _await_server(context)  # a Ctrl-C ends this wait
+        with _signals_held():
             if store is None:
                 # Workers of one machine need only loopback, and open no port to the network.
                 loopback = "lo" if sys.platform == "linux" else "lo0"
@@ -85,7 +88,7 @@ def launch(
 
 
 def start_process(
-    context: ForkServerContext | SpawnContext, target: Callable[..., None], *arguments: object
+    context: ForkServerContext | SpawnContext, target: Callable[..., object], *arguments: object
 ) -> BaseProcess:
     """Start a process that calls ``target``, without importing the main module of this process.
 
@@ -131,15 +134,20 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
     return context
 
 
+def _await_server(context: ForkServerContext) -> None:
+    """Wait until the fork server has imported torch, so that it has forked a first process."""
+    try:
+        start_process(context, int).join()
+    except EOFError:
+        raise OffbeatError("the process that starts the workers has ended") from None
+
+
 @contextlib.contextmanager
 def _local_store(context: ForkServerContext | SpawnContext) -> Iterator[str]:
     """Run a store for this machine in a child process, and yield its address."""
     with listen("127.0.0.1", 0) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        try:
-            process = start_process(context, serve_in_process, listener)
-        except EOFError:
-            raise OffbeatError("the process that starts the workers has ended") from None
+        process = start_process(context, serve_in_process, listener)
     try:
         yield address
     finally:

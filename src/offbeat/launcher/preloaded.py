@@ -3,7 +3,15 @@
 Each worker then starts without these imports, which take seconds.
 """
 
+# ruff: noqa: E402 - imports come after prctl()
+import ctypes
 import gc
+import signal
+
+_PR_SET_PDEATHSIG = 1
+# Otherwise the server would outlive a launcher that ends during these imports. Forks do not inherit
+# this setting.
+ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 import torch.utils.data
 
