@@ -169,7 +169,7 @@ class Agreement:
         Args:
             number: Number of the generation.
             before: Decision on the previous generation.
-            limit: Time after which silent members are given up; see ``SilenceLimits.give_up``.
+            limit: Time after which silent members are given up; see ``SilenceLimits.passed``.
             arrival: Tells the others about this worker.
             admits: False if a proposal of this worker leaves newcomers to a later decision.
         """
@@ -203,9 +203,7 @@ class Agreement:
             dead = self.heartbeats.dead()
             awaited, present = others - arrived - left - dead, {self.worker, *(arrived - dead)}
             now = time.monotonic()
-            expired = self.limits.give_up(
-                present, awaited, now - started, now - last_arrival, limit
-            )
+            expired = self.limits.passed(present, awaited, now - started, now - last_arrival, limit)
             down = machines_are_down(present, awaited, self.heartbeats.silent)
             if expired or ((down or not awaited) and self.worker == min(present)):
                 return self._propose(number, before, sorted(present), admits)

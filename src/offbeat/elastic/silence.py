@@ -61,7 +61,7 @@ class SilenceLimits:
         """Return True if a wait of ``seconds`` has probably reached the limit ``usual``."""
         return seconds > 0.9 * self.usual
 
-    def give_up(
+    def passed(
         self,
         present: Set[int],
         awaited: Set[int],
@@ -69,7 +69,7 @@ class SilenceLimits:
         since_arrival: float,
         limit: float,
     ) -> bool:
-        """Return True if the ``present`` members give up the ``awaited`` ones.
+        """Return True if the ``present`` members no longer wait for the ``awaited`` ones.
 
         Args:
             present: The arrived members and this worker.
