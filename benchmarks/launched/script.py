@@ -75,13 +75,6 @@ def perhaps_die(folder: Path, order: str) -> None:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-def resources() -> list[int]:
-    """Return the numbers of threads and descriptors, and the resident memory in kilobytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    counts = [len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")]
-    return [*counts, pages * os.sysconf("SC_PAGE_SIZE") // 1024]
-
-
 class Training:
     """One worker's training."""
 
@@ -158,7 +151,6 @@ class Training:
             step=self.sync.step,
             generation=self.sync.stats.details["generation"],
             members=self.sync.size,
-            resources=resources(),
         )
         if take_order(self.folder, "detach") is not None:
             self.sync.detach()

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.arguments import require_number
-from offbeat.checkpoint.worker_state import require_format
+from offbeat.averaging import Replica
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
 from offbeat.training.clipping import clip_grad_norm
+from offbeat.training.further_modules import tensors_of
 
 Value = TypeVar("Value", float, Tensor)
 
@@ -133,7 +134,7 @@ class Synchronizer:
                 that joins, if ``save`` raises on the worker that sends the state.
         """
         self._require_active("share_state()")
-        if self._components.unfinished.steps:
+        if self._components.end_warnings.steps:
             raise AttachError("share_state(): call it before the first step")
         if self._components.membership_changes is not None:
             self._components.state.share(save, load)
@@ -180,9 +181,9 @@ class Synchronizer:
         self._iteration.require_own_model("consensus()")
         self._consensus.check_parameters()
         with _normal_mode():
-            extra = self._consensus.tensors_of(also, "consensus(")
+            extra = self._tensors_of(also, "consensus")
         with self._recorder.paused():
-            with _normal_mode(), self._iteration.guard, self._team.account.paused():
+            with _normal_mode(), self._iteration.guard:
                 local = self._consensus.replace_by_mean(extra)
             try:
                 with self._iteration.forbid_steps("consensus()"):
@@ -220,7 +221,7 @@ class Synchronizer:
             raise TypeError(f"value must have real numbers, got a tensor of {value.dtype}")
         with _normal_mode(), self._recorder.paused():
             numbers = torch.as_tensor(value).detach().to("cpu", torch.float64)
-            with self._iteration.guard, self._team.account.paused():
+            with self._iteration.guard:
                 mean = self._consensus.mean(numbers)
         if not isinstance(value, Tensor):
             return mean.item()
@@ -246,13 +247,18 @@ class Synchronizer:
             return
         self._iteration.require_own_model("finish()")
         self._consensus.check_parameters()
+        self._components.end_warnings.warn_if_not_counted(self._worker)
         with _normal_mode():
-            extra = self._consensus.tensors_of(also, "finish(")
+            extra = self._tensors_of(also, "finish")
             with self._iteration.guard:
                 self._consensus.finish(extra)
         self._recorder.count_remainder()
         self._finished, self._active = True, False
         self._components.close(together=True)
+
+    def _tensors_of(self, also: Sequence[nn.Module], call: str) -> Replica:
+        sharded = self._components.shards is not None
+        return tensors_of(also, self._worker.replica, call, sharded=sharded)
 
     def detach(self) -> None:
         """Leave training with the local model as it is: remove all hooks and close connections.
@@ -322,12 +328,10 @@ class Synchronizer:
         with between_steps(self, "load_state_dict()", loads=True) as components:
             refused = None
             try:
-                require_format(state)
                 components.state.check(state)
             except CheckpointError as error:
                 refused = str(error)
-            steps, _ = components.state.agree("load_state_dict()", refused, state)
-            components.state.load(state, steps)
+            components.state.load("load_state_dict()", refused, state)
 
 
 @contextlib.contextmanager
@@ -364,7 +368,7 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
             "load that model before attach()"
         )
     try:
-        with recorder.paused(), sync._team.account.paused():
+        with recorder.paused():
             # Any error that the others do not raise, too, leaves this worker out of step with them.
             refused: CheckpointError | None = None
             with iteration.guard:
@@ -423,7 +427,7 @@ def clock_of(sync: Synchronizer) -> Callable[[], float]:
 def has_joined(sync: Synchronizer) -> bool:
     """Return True if this worker has joined a running training, and has not taken a step since."""
     require_synchronizer(sync)
-    return sync._active and sync._components.joined and not sync._components.unfinished.steps
+    return sync._active and sync._components.joined and not sync._components.end_warnings.steps
 
 
 def require_synchronizer(sync: object) -> None:

@@ -17,7 +17,7 @@ import torch
 import offbeat
 from offbeat import Stats
 from offbeat_lab.events import End, Evaluation, Event, Start
-from offbeat_lab.job import Job, method_options
+from offbeat_lab.job import METHOD_OPTIONS, Job
 from offbeat_lab.launch.runners import Runner
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.results import Result, Trial, public_job, read_results, writing
@@ -26,7 +26,7 @@ from offbeat_lab.tuning import with_ideal
 
 RESULTS = "results.jsonl"
 
-_PER_RUN = {"strategy", "seed", *(field.name for field in method_options())}
+_PER_RUN = {"strategy", "seed", *METHOD_OPTIONS}
 """Fields in which the runs of one comparison differ."""
 _IGNORED = {"log", "timeout_seconds"}
 """Fields that may differ between a new run and the results already in the file."""

@@ -51,7 +51,7 @@ class Evaluator:
         self._replica = Replica(task.model, [p for p in task.model.parameters() if p.requires_grad])
         number = job.evaluations
         if number is None:
-            # Snapshots of all workers share the memory of a simulating process, or a disk.
+            # Snapshots of all workers share the memory of one process.
             shared = dist.get_backend() == "simulated" or keep is not None
             size = sum(tensor.nbytes for tensor in self._replica.everything())
             number = storable_evaluations(task.steps, size * (job.workers if shared else 1))

@@ -1,14 +1,13 @@
-"""Events that report the progress of a run, and their form as lines of JSON.
+"""Events that report the progress of a run.
 
 Rank 0 emits the events. ``step`` is the number of steps that rank 0 has taken. For the final
 ``Evaluation`` it is the mean over the workers. If the workers lease their data, ``step`` is the
 position of the run (``lab.leased``).
 """
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from offbeat import Stats
@@ -93,26 +92,6 @@ class End:
 
 
 Event: TypeAlias = Start | Step | Evaluation | Waiting | End
-
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Start, Step, Evaluation, Waiting, End)}
-
-
-def to_json(event: Event) -> str:
-    """Return an event as one line of JSON."""
-    values = {name: value for name, value in asdict(event).items() if value is not None}
-    if isinstance(event, End):
-        values["stats"] = [stats.to_dict() for stats in event.stats]
-    return json.dumps({"event": type(event).__name__, **values})
-
-
-def from_json(line: str | bytes) -> Event:
-    """Return the event that ``to_json`` converted to ``line``."""
-    values = json.loads(line)
-    kind = _KINDS[values.pop("event")]
-    if kind is End:
-        values["stats"] = tuple(map(stats_of, values["stats"]))
-    event: Event = kind(**values)
-    return event
 
 
 def stats_of(values: Mapping[str, Any]) -> Stats:

@@ -4,18 +4,17 @@ A *method* is what a run trains with: a strategy of this package or a *reference
 *peer* is a reference of torch, which runs its own code. A *runner* runs jobs on
 real or simulated workers.
 
-The command line builds its help from the fields of ``Job``. To show help quickly, this module
-imports torch and other slow modules only inside its methods.
+The help of the command line shows defaults of ``Job``. To show help quickly, this module imports
+torch and other slow modules only inside its methods.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.extend import Precision, check_settings, setting, types_of
-from offbeat_lab.options import OptimizerName, Option, Panel, option, option_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -29,123 +28,69 @@ LEASED = "leased"
 MOST_SEED = 4_000_000  # worker r uses the seed 1000 · seed + r, which must fit into 32 bits
 
 
-def _recipes() -> Iterable[str]:
-    from offbeat_lab.recipes import RECIPES
-
-    return RECIPES
+METHOD_OPTIONS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("lr_scale", "sampler", "injection", "wire", "adam_correction")
+}
+"""Fields of ``Job`` that a comparison can set for each method → their options."""
 
 
 @dataclass(frozen=True)
 class Job:
     """One training run: recipe, method, number of workers and other settings.
 
-    A field that is declared with ``option`` is also a command-line option, explained by its help
-    text. The other fields:
-
-    - ``step_seconds``: time that a real worker needs to compute a step; it sleeps for the rest of
-      that time (see ``timing.padding``). None: step times are not controlled. It has no effect in
-      the simulator.
-    - ``strategy``: strategy or reference, as text such as ``local:period=8``. With ``jitter`` or
-      ``slow``, real workers require ``step_seconds``.
-    - ``scenario``: deaths and joins of workers, and changes of speeds and bandwidths, as JSON text
-      (see ``lab.scenario``). On real workers, speeds require ``step_seconds``. The runner of the
-      job carries out all but the speeds of real workers.
+    Attributes:
+        recipe: Name of a recipe, or path of a file with one.
+        strategy: Strategy or reference, as text such as ``local:period=8``.
+        workers: Number of workers, up to ``MOST_WORKERS``.
+        epochs: Passes over the data, by all workers together. None: the recipe's.
+        seed: Seed of all random choices, up to ``MOST_SEED``.
+        data: Directory of the data, if the recipe needs one.
+        evaluations: Number of evaluations, evenly spaced. None: as many as memory allows, up to 24.
+        max_steps: Number of steps of each worker after which the run stops. None: no limit.
+        max_seconds: Training time after which the run stops. None: no limit.
+        jitter: Relative standard deviation of the step time. Real workers require ``step_seconds``.
+        slow: Factors on the step times of workers, as in ``0=2``. Real workers require
+            ``step_seconds``.
+        scenario: Deaths and joins of workers, and changes of speeds and bandwidths, as JSON text
+            (see ``lab.scenario``). On real workers, speeds require ``step_seconds``. The runner of
+            the job carries out all but the speeds of real workers.
+        step_seconds: Time that a real worker needs to compute a step; it sleeps for the rest of
+            that time (see ``timing.padding``). None: step times are not controlled. It has no
+            effect in the simulator.
+        workers_per_node: Workers per simulated node, which share its link.
+        log: Path of the records of every step. None: no records.
+        timeout_seconds: Time limit of an operation between workers.
+        lr_scale: Factor on the recipe's learning rate.
+        partition: Partition of the data: ``label:K``, ``dirichlet:A``, or ``leased``. None: none.
+        sampler: Data of a worker: ``seldp``, ``defdp`` or ``distributed``.
+        injection: Shares α and β of data injection, as in ``0.5,0.5``. None: no injection.
+        wire: Precision of what is sent. None: the strategy's default.
+        adam_correction: "on" to lengthen local steps of Adam. None: if models are averaged.
     """
 
-    recipe: str = option(
-        Panel.TRAINED,
-        "A name in `offbeat recipes`, or path/to/file.py.",
-        names=_recipes,
-        default=dataclasses.MISSING,
-    )
+    recipe: str
     strategy: str = "streaming"
-    workers: int = option(
-        Panel.WORKERS, "Number of workers.", "--workers", "-n", default=4, least=1
-    )
-    epochs: float | None = option(
-        Panel.TRAINED,
-        "Passes over the data, by all workers together.",
-        unset="the recipe's",
-        above=0,
-    )
-    seed: int = option(Panel.TRAINED, "Seed of all random choices.", default=0, least=0)
-    data: str | None = option(
-        Panel.TRAINED, "Data directory, if the recipe needs one.", is_path=True
-    )
-    evaluations: int | None = option(
-        Panel.OUTPUT,
-        "Number of evaluations, evenly spaced.",
-        unset="24, or fewer of a large model",
-        least=1,
-    )
-    max_steps: int | None = option(
-        Panel.LIMITS, "Stop after this many steps of each worker.", least=1
-    )
-    max_seconds: float | None = option(Panel.LIMITS, "Stop after this training time.", above=0)
-    jitter: float = option(
-        Panel.WORKERS, "Relative standard deviation of the step time.", default=0.0, least=0
-    )
-    slow: str | None = option(Panel.WORKERS, "Slow workers down, as in 0=2.", metavar="RANK=X")
+    workers: int = setting(4, least=1)
+    epochs: float | None = setting(None, above=0)
+    seed: int = setting(0, least=0)
+    data: str | None = None
+    evaluations: int | None = setting(None, least=1)
+    max_steps: int | None = setting(None, least=1)
+    max_seconds: float | None = setting(None, above=0)
+    jitter: float = setting(0.0, least=0)
+    slow: str | None = None
     scenario: str | None = None
     step_seconds: float | None = setting(None, above=0)
-    workers_per_node: int = option(
-        Panel.WORKERS, "Workers per simulated node, which share its link.", default=1, least=1
-    )
-    # Not --log, because torchrun has options that begin with it.
-    log: str | None = option(
-        Panel.OUTPUT,
-        "JSON lines of every step of a single run, one file per worker.",
-        "--records",
-        is_path=True,
-    )
-    timeout_seconds: float = option(
-        Panel.LIMITS,
-        "Seconds for an operation between workers.",
-        "--timeout",
-        default=120.0,
-        above=0,
-    )
-    lr_scale: float = option(
-        Panel.STRATEGIES,
-        "Factor on the recipe's learning rate.",
-        "--lr-scale",
-        default=1.0,
-        metavar="FACTOR",
-        above=0,
-    )
-    partition: str | None = option(
-        Panel.TRAINED,
-        "label:K (K labels per worker), dirichlet:A, or leased (faster workers take more).",
-        metavar="KIND",
-    )
-    sampler: str = option(
-        Panel.STRATEGIES,
-        "Data of a worker: seldp (all), defdp (1/N), distributed (1/N, new each epoch).",
-        default="seldp",
-        metavar="NAME",
-    )
-    injection: str | None = option(
-        Panel.STRATEGIES,
-        "In a step, a share A of the workers sends a share B of its batch.",
-        metavar="A,B",
-    )
-    wire: Precision | None = option(
-        Panel.STRATEGIES,
-        "Precision of what is sent: float32, int8, int4, int2.",
-        metavar="NAME",
-        unset="float32; int2 for streaming",
-    )
-    adam_correction: Literal["on", "off"] | None = option(
-        Panel.STRATEGIES,
-        "Lengthen local steps of Adam.",
-        unset="on if models are averaged",
-    )
-    optimizer: OptimizerName | None = option(
-        Panel.STRATEGIES,
-        "sgd, adamw, muon (AdamW for all but hidden matrices).",
-        metavar="NAME",
-        unset="the recipe's",
-    )
+    workers_per_node: int = setting(1, least=1)
+    log: str | None = None
+    timeout_seconds: float = setting(120.0, above=0, metadata={"label": "timeout"})
+    lr_scale: float = setting(1.0, above=0, metadata={"label": "lr-scale"})
+    partition: str | None = None
+    sampler: str = "seldp"
+    injection: str | None = None
+    wire: Precision | None = None
+    adam_correction: Literal["on", "off"] | None = None
 
     def setup(self) -> "Setup":
         """Return the argument of the recipe's ``build``."""
@@ -154,14 +99,13 @@ class Job:
         recipe = find_recipe(self.recipe)
         epochs = recipe.epochs if self.epochs is None else self.epochs
         data = Path(self.data) if self.data else None
-        return Setup(self.workers, epochs, self.seed, data, self.optimizer)
+        return Setup(self.workers, epochs, self.seed, data)
 
     def check(self, task: "Task | None" = None) -> "Task":
         """Find mistakes before a worker starts, and return the task.
 
         Args:
-            task: A task already built with the same recipe, data and workers. None: build it. A
-                job with its own optimizer builds it in any case, because its model may not fit.
+            task: A task already built with the same recipe, data and workers. None: build it.
         """
         from offbeat_lab.recipes import find_recipe
         from offbeat_lab.recipes.custom import try_out
@@ -173,7 +117,7 @@ class Job:
         self._check_leases()
         recipe = find_recipe(self.recipe)
         recipe.check_data(self.data)
-        if task is None or self.optimizer is not None:
+        if task is None:
             task = recipe.build(self.setup())
             if recipe.file is not None:
                 try_out(recipe, task)
@@ -269,15 +213,10 @@ class Job:
             raise ValueError(str(error)) from None
 
     def _check_refused(self, method: "Reference") -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in method.refused and value != field.default:
-                option = option_of(field)
-                assert option is not None
-                raise ValueError(
-                    f"{option.flag(field.name)} {value}: {method.name} cannot honour it, "
-                    "leave it out"
-                )
+        for name in method.refused:
+            if (value := getattr(self, name)) != getattr(Job, name):
+                option = METHOD_OPTIONS.get(name, "--records")
+                raise ValueError(f"{option} {value}: {method.name} cannot honour it, leave it out")
 
     @property
     def label(self) -> str:
@@ -288,9 +227,9 @@ class Job:
     def options(self) -> tuple[str, ...]:
         """Options of the method that differ from the default, such as ``--wire int8``."""
         return tuple(
-            f"{option.flag(field.name)} {str(getattr(self, field.name)).removesuffix('.0')}"
-            for field, option in method_options().items()
-            if getattr(self, field.name) not in (field.default, self._implied(field.name))
+            f"{option} {str(getattr(self, name)).removesuffix('.0')}"
+            for name, option in METHOD_OPTIONS.items()
+            if getattr(self, name) not in (getattr(Job, name), self._implied(name))
         )
 
     def _implied(self, name: str) -> object:
@@ -308,21 +247,21 @@ class Job:
 
         Example: ``job.under("local:period=8 --wire int8 --lr-scale 2")``.
 
-        ``text`` is a strategy or a reference, followed by some of ``method_options`` with values.
+        ``text`` is a strategy or a reference, followed by some of ``METHOD_OPTIONS`` with values.
         """
         strategy, *words = text.split() or [""]
-        fields = {option.flag(field.name): field for field, option in method_options().items()}
+        names = {option: name for name, option in METHOD_OPTIONS.items()}
         types, values, rest = types_of(Job), dict[str, Any](), iter(words)
         for word in rest:
             flag, equals, value = word.partition("=")
             value = value if equals else next(rest, "")
             if not value:
                 raise ValueError(f"in {text!r}: {flag} needs a value")
-            if flag not in fields:
+            if flag not in names:
                 raise ValueError(
-                    f"in {text!r}: {flag} cannot be given to one strategy; {', '.join(fields)} can"
+                    f"in {text!r}: {flag} cannot be given to one strategy; {', '.join(names)} can"
                 )
-            name = fields[flag].name
+            name = names[flag]
             if name in values:
                 raise ValueError(f"in {text!r}: {flag} is given twice")
             values[name] = value
@@ -346,12 +285,6 @@ class Job:
             kind="distributed" if leased else self.sampler,
             partition=None if leased else self.partition,
         )
-
-
-def method_options() -> "dict[dataclasses.Field[Any], Option]":
-    """Return the fields of ``Job`` that a comparison can set for each method, with options."""
-    options = {field: option_of(field) for field in dataclasses.fields(Job)}
-    return {f: o for f, o in options.items() if o is not None and o.panel is Panel.STRATEGIES}
 
 
 def refuse(message: str, reasons: Mapping[str, object]) -> None:

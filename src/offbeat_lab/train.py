@@ -227,11 +227,11 @@ class Worker:
 
     def _time_limit(self, method: Method) -> TimeLimit:
         """Return the limit on the training time."""
-        job, clock = self._job, method.limited_clock
+        job = self._job
         # A worker takes no step without others.
-        if clock == "own" and (job.injection is not None or job.workers_per_node > 1):
-            clock = "largest"
-        return TimeLimit(job.max_seconds, self._task.steps, clock=clock, device=self._device)
+        coupled = job.injection is not None or job.workers_per_node > 1
+        alone = method.ends_alone and not coupled
+        return TimeLimit(job.max_seconds, self._task.steps, alone=alone, device=self._device)
 
     def _totals(self, method: Method) -> dict[str, Any]:
         totals = method.stats.to_dict()

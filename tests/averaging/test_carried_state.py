@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 
-from offbeat.checkpoint.plain_values import load, save
+from offbeat.checkpoint.plain_values import restore, values_of
 from offbeat.strategies.base import common, local, transient
 
 
@@ -52,7 +52,7 @@ def fresh() -> State:
 
 def test_common_values_are_those_that_are_marked() -> None:
     """They are sent as JSON."""
-    values = json.loads(json.dumps(save(used(3), "common")))
+    values = json.loads(json.dumps(values_of(used(3), "common")))
     assert values == {
         "gain": 4.5,
         "inner": {"shared": 7.5},
@@ -63,8 +63,8 @@ def test_common_values_are_those_that_are_marked() -> None:
 def test_local_values_stay_with_their_worker() -> None:
     """Common values are those of the most advanced worker. All others have their initial values."""
     state = fresh()
-    load(state, save(used(3), "common"), "common")
-    load(state, save(used(2), "local"), "local")
+    restore(state, values_of(used(3), "common"), "common")
+    restore(state, values_of(used(2), "local"), "local")
     assert state == State(
         gain=4.5,
         history=[2.0],
@@ -75,6 +75,6 @@ def test_local_values_stay_with_their_worker() -> None:
 
 
 def test_a_checkpoint_holds_all_but_transient_fields() -> None:
-    saved = save(used(1))
+    saved = values_of(used(1))
     assert saved.keys() == {"gain", "history", "window", "inner", "controller", "change"}
     assert saved["inner"].keys() == {"shared", "own", "restarts"}

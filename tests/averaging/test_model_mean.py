@@ -12,8 +12,7 @@ import offbeat
 from loops import Recorded, attach, bits, close
 from offbeat.averaging import Replica
 from offbeat.averaging import flat as flat_tensors
-from offbeat.averaging.model_mean import ModelMean
-from offbeat.training.checks.consistency import copy_rank_0
+from offbeat.averaging.model_mean import ModelMean, copy_rank_0
 from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
 from problems import OPTIMIZERS, Simulated, flat, make_batch, train_step

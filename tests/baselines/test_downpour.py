@@ -13,6 +13,7 @@ from loops import close, sgd
 from offbeat import Compute, Network, simulate
 from offbeat_lab.baselines.downpour import Downpour
 from problems import assign, flat, make_batch, make_model, train_step
+from worlds import run
 
 STEP = 0.01
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
@@ -154,6 +155,18 @@ def test_two_workers_step_by_step(strategy: Downpour, make: Make) -> None:
         servers = strategy.servers or (0, 1)
         others = 8 * z.numel() * sum(server != rank for server in servers) // len(servers)
         assert 0 <= details["pulled_bytes"] - others * one["stats"].syncs <= others
+
+
+@pytest.mark.parametrize("make", [heavy, adam], ids=lambda make: make.__name__)
+def test_one_worker_trains_as_without_a_server(make: Make) -> None:
+    """It pushes and fetches in every step; momentum and Adam count as in torch's own loop."""
+    (found,) = run(train, Downpour(), make, [12], workers=1)
+    model = make_model(seed=0)
+    optimizer = make(model)
+    for step, got in enumerate(found["trace"]):
+        train_step(model, optimizer, make_batch(0, step))
+        close(got, flat(model))
+    close(found["end"], flat(model))
 
 
 def test_steps_taken_while_a_fetch_travels_stay() -> None:

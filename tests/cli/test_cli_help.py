@@ -8,7 +8,7 @@ import typer
 
 from cli.commands import ended
 from offbeat import cli
-from offbeat_lab.options import Panel
+from offbeat_lab.cli.commands import Panel
 
 HELP = """
 import contextlib, io, json, sys

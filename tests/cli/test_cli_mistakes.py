@@ -67,7 +67,6 @@ SIMULATION = [
     ("--step-time fast", f"'fast' {DURATION}"),
     ("--step-time 0s", f"'0s' {DURATION}"),
     ("--workers-per-node 3", "workers=4 do not fill nodes of workers_per_node=3"),
-    ("--inside 1Gbit/s", "inside needs nodes of several workers: give workers_per_node"),
 ]
 
 
@@ -136,7 +135,6 @@ SIMULATION = [
         ("compare digits -s ssp --tune 3 -s ssp:staleness=4", "'ssp:staleness=4' is given twice"),
         ("compare digits -s bsp --tune 3 --wire int8", "--wire int8: ideal cannot honour it, .*"),
         ("report .", r"\. is a directory; name its results\.jsonl"),
-        ("compare digits -s bsp --inside 1Gbit/s", "--inside is for simulated workers; add .*"),
         # options given twice
         ("compare digits --simulate -n 2 -n 4", "--workers is given twice: give it once"),
         ("report a -o b -o c", "--output is given twice: give it once"),

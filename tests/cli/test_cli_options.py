@@ -10,18 +10,17 @@ from torch.distributed.run import get_args_parser
 
 from cli.commands import Call
 from offbeat import cli
-from offbeat.simulate import network
-from offbeat_lab.cli import options, runs
+from offbeat_lab.cli import runs
 from offbeat_lab.job import Job
-from offbeat_lab.options import option_of
 
 APP: Any = typer.main.get_command(cli.app)
-ASKED = {one.name: one for one in dataclasses.fields(Job) if option_of(one) is not None}
+SET_OTHERWISE = {"strategy", "scenario", "step_seconds"}
+ASKED = {one.name: one for one in dataclasses.fields(Job) if one.name not in SET_OTHERWISE}
 VALUES = {  # of every option, another than its default
     **{"recipe": "stdlib-lm", "workers": 3, "epochs": 0.5},
     **{"seed": 7, "data": "some/where", "log": "runs/log.jsonl", "timeout_seconds": 9.5},
     **{"lr_scale": 0.25, "partition": "label:1", "sampler": "defdp", "injection": "0.5,0.25"},
-    **{"wire": "int8", "adam_correction": "off", "optimizer": "muon", "evaluations": 3},
+    **{"wire": "int8", "adam_correction": "off", "evaluations": 3},
     **{"max_steps": 100, "max_seconds": 2.5},
     **{"jitter": 0.5, "slow": "0=2", "workers_per_node": 1},
 }
@@ -51,12 +50,6 @@ def test_every_option_arrives(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_p
             argv += [flags[name][-1], str(value)]
     assert call(*argv)[0] == 130
     assert seen == [Job(**VALUES, strategy="local:period=3", step_seconds=0.001)]
-
-
-def test_defaults_inside_nodes_are_those_of_the_cost_model() -> None:
-    """The options repeat them, because the cost model's package imports torch."""
-    assert options.NODE_BANDWIDTH == network.NODE_BANDWIDTH
-    assert options.NODE_LATENCY == network.NODE_LATENCY
 
 
 FLAGS = [name for names in flags_of("compare").values() for name in names if name[0] == "-"]

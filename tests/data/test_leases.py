@@ -64,9 +64,8 @@ class Workers:
         leases = self.leases[worker]
         position, chunk = leases.take(done or [])
         assert leases._ahead is not None
-        assert leases._ahead.wait(20, "a chunk"), (
-            "the store is never slow, so chunks do not become longer"
-        )
+        # A slow store would make the chunks longer.
+        assert leases._ahead.wait(20, "a chunk")
         assert chunk.tolist() == leases.batches[position : position + len(chunk)].tolist()
         return [int(number) for number in chunk]
 

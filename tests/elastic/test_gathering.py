@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
+from cells import some
 from gathered import die, kill_at, meet, store
 from loops import close, error_of, sgd
 from offbeat.elastic import gathering, membership, silence
@@ -249,7 +251,8 @@ def test_workers_gather_at_a_file(tmp_path: Path) -> None:
 def begin_with_fewer(rank: int, _: int) -> Any:
     set_variables("2:4")
     workers = WorkerCount.parse("2:4")
-    transport = Gathering(os.environ["OFFBEAT_STORE"], workers, patience_seconds=0.6)
+    gathering.PATIENCE_SECONDS = 0.6
+    transport = Gathering(os.environ["OFFBEAT_STORE"], workers)
     worker = Worker(rank, group=transport, min_workers=workers.min_workers)
     return worker.sync.size, worker.steps(3, 2).finish()
 
@@ -290,6 +293,33 @@ def test_a_worker_that_does_not_begin_the_training_is_named(tmp_path: Path) -> N
         str(caught.value),
     )
     suspended.heartbeats.close()
+
+
+def lack_a_thread(rank: int, _: int, number: int) -> Any:
+    set_variables("2")
+    text, begin, started = "", threading.Thread.start, [0]
+
+    def refuse(thread: threading.Thread) -> None:
+        started[0] += 1
+        if started[0] > number:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    if rank == 0:
+        threading.Thread.start = refuse  # type: ignore[method-assign]
+        text = error_of(lambda: Worker(rank))[1]
+        threading.Thread.start = begin  # type: ignore[method-assign]
+    return text, Worker(rank).steps(3, 2).finish()
+
+
+@pytest.mark.parametrize("number", some(range(7), 0, 4))
+def test_a_worker_that_lacks_a_thread_may_attach_again(number: int) -> None:
+    """The error names the limit, and the other worker waits."""
+    results = run(lack_a_thread, number, workers=0, newcomers=2)
+    text = results[0][0]
+    assert "can't start new thread. Raise the limit on threads (ulimit -u" in text
+    assert "\n" not in text
+    check([result for _, result in results])
 
 
 # -- deaths and restarts --------------------------------------------------------------------------
@@ -485,7 +515,7 @@ def test_a_number_without_an_address_delays_no_one() -> None:
     """A worker may die between the two. The next decision considers it once more."""
     shared = SharedStore(dist.HashStore(), "here")
     others = [Agreement(shared, 1.0) for _ in range(2)]
-    assert shared.count("numbers") == 2
+    assert shared.next_number("numbers") == 2
     one = Agreement(shared, 1.0)
     decision = one.find_newcomers(Decision([0], 1))
     assert decision == Decision([1, 3], 4, unannounced=[2])

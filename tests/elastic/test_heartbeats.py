@@ -151,7 +151,7 @@ def test_only_workers_that_return_a_ping_are_reachable(there: HeartbeatConnectio
     waiting.start()
     silent = f"127.0.0.1:{busy.getsockname()[1]}"
     addresses = {1: there.address, 2: silent, 3: ended.address}
-    assert here.unreachable(addresses) == [2, 3]
+    assert here.ping(addresses) == [2, 3]
     done.set()
     waiting.join()
     there.dead()
@@ -162,9 +162,9 @@ def test_only_workers_that_return_a_ping_are_reachable(there: HeartbeatConnectio
 
 def test_two_workers_return_their_pings_at_the_same_time(there: HeartbeatConnections) -> None:
     here, found = HeartbeatConnections(100), dict[int, list[int]]()
-    other = threading.Thread(target=lambda: found.update({1: there.unreachable({0: here.address})}))
+    other = threading.Thread(target=lambda: found.update({1: there.ping({0: here.address})}))
     other.start()
-    found[0] = here.unreachable({1: there.address})
+    found[0] = here.ping({1: there.address})
     deadline = time.monotonic() + 10
     while other.is_alive() and time.monotonic() < deadline:
         here.dead()

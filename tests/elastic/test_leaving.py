@@ -209,21 +209,23 @@ def test_attach_without_a_worker_raises_one_clear_error(dies: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("seconds", "error", "text"),
+    ("seconds", "error", "shown"),
     [
-        (float("inf"), ValueError, "must be positive and finite, got inf"),
-        (float("nan"), ValueError, "must be positive and finite, got nan"),
-        (0, ValueError, "must be positive and finite, got 0"),
-        (-1.5, ValueError, "must be positive and finite, got -1.5"),
-        (1e30, ValueError, r"must be at most 31536000, a year, got 1e\+30"),
-        (10**400, ValueError, "must be at most 31536000, a year, got 10000"),
-        (True, TypeError, "must be a number, got True"),
-        ("300", TypeError, "must be a number, got '300'"),
-        (None, TypeError, "must be a number, got None"),
+        (float("inf"), ValueError, "inf"),
+        (float("nan"), ValueError, "nan"),
+        (0, ValueError, "0"),
+        (-1.5, ValueError, "-1.5"),
+        (0.0009, ValueError, "0.0009"),
+        (1e30, ValueError, r"1e\+30"),
+        (10**400, ValueError, "10000"),
+        (True, TypeError, "True"),
+        ("300", TypeError, "'300'"),
+        (None, TypeError, "None"),
     ],
 )
-def test_an_invalid_time_out_is_refused(seconds: Any, error: Any, text: str) -> None:
+def test_an_invalid_time_out_is_refused(seconds: Any, error: Any, shown: str) -> None:
     """The check needs no process group."""
     model = make_model()
-    with pytest.raises(error, match=f"^timeout_seconds {text}"):
+    needed = r"in \[.*\] \(seconds: from .*\)" if error is ValueError else "a number"
+    with pytest.raises(error, match=f"^timeout_seconds must be {needed}, got {shown}"):
         offbeat.attach(model, sgd(model), offbeat.BSP(), timeout_seconds=seconds)

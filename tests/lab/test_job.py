@@ -17,8 +17,8 @@ JOB = Job("digits", "bsp", 2)
         "local:period=8 --lr-scale 0.25 --sampler distributed --injection 0.5,0.25",
         "fedavg:period=8,weights=1/2 --lr-scale 1e-05",
         "selsync:delta=0.1,window=4 --wire int8",
-        "diloco:period=16 --wire int8 --optimizer muon",
-        "ideal --optimizer adamw",
+        "diloco:period=16 --wire int8",
+        "ideal --lr-scale 2",
     ],
 )
 def test_a_label_is_what_was_typed(text: str) -> None:
@@ -56,7 +56,7 @@ def test_options_of_the_whole_comparison_stay() -> None:
         ("bsp --workers 4", "in 'bsp --workers 4': --workers cannot be given to one strategy; .*"),
         (
             "bsp --epochs 4",
-            ".*; --lr-scale, --sampler, --injection, --wire, --adam-correction, --optimizer can",
+            ".*; --lr-scale, --sampler, --injection, --wire, --adam-correction can",
         ),
         ("bsp wire=int8", "in 'bsp wire=int8': wire cannot be given to one strategy; .*"),
         ("bsp --wire", "in 'bsp --wire': --wire needs a value"),
@@ -67,7 +67,8 @@ def test_options_of_the_whole_comparison_stay() -> None:
         ("bsp --injection 2", "injection must be .*"),
         ("streaming --injection 1,1", "data injection with streaming: .*; use BSP, LocalSGD, .*"),
         ("easgd --injection 0.5,0.5", "data injection with easgd: its workers do not wait .*"),
-        ("bsp --optimizer lion", "optimizer must be None, .*, got 'lion'"),
+        ("async:schedule=fast", "schedule must be .*, got .fast."),
+        ("async:optimizer=adamw", "async has no setting 'optimizer'; .*"),
         (
             "local:period=8 --outer-state average",
             ".*: --outer-state cannot be given to one strategy; .*",

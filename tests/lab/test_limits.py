@@ -12,7 +12,7 @@ from offbeat_lab.compare import run_and_record
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.results import Result
-from offbeat_lab.timing.time_limit import Clock, TimeLimit
+from offbeat_lab.timing.time_limit import TimeLimit
 from worlds import run as on_workers
 
 NETWORK = Network("100Mbit/s", latency="1ms")
@@ -46,16 +46,16 @@ def test_max_seconds_ends_a_run(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_the_mean_clock_ends_the_ideal(slow: int) -> None:
-    """Steps of 1 s and 2 s: after three the mean is 4.5 s, which the workers know after four."""
+def test_the_largest_clock_ends_the_ideal(slow: int) -> None:
+    """Steps of 1 s and 2 s: after two it is 4 s, which the workers know after three."""
     place = VirtualCluster(NETWORK, Compute("1s", slowdown={slow: 2.0}))
     job = replace(JOB, strategy="ideal", max_seconds=3.5)
     found = run_and_record(job, lambda event: None, place)
-    assert [one.steps for one in found.stats] == [4, 4]
-    assert [point.seconds for point in found.points] == pytest.approx([1.5, 3, 4.5, 6])
+    assert [one.steps for one in found.stats] == [3, 3]
+    assert [point.seconds for point in found.points] == pytest.approx([1.5, 3, 4.5])
     whole = run(replace(JOB, strategy="ideal"))
     assert [(p.step, p.metric) for p in found.points] == [
-        (p.step, p.metric) for p in whole.points[:4]
+        (p.step, p.metric) for p in whole.points[:3]
     ]
 
 
@@ -85,11 +85,11 @@ def test_workers_that_exchange_samples_end_together() -> None:
     assert steps <= {2, 3, 4}  # the workers know the result of a comparison one step later
 
 
-def ends_together(rank: int, size: int, clock: Clock) -> tuple[int, int]:
+def ends_together(rank: int, size: int) -> tuple[int, int]:
     """Steps take 1 s, or 2 s on rank 1. Return the last step, for 200 steps and for 500."""
     found = []
     for steps in (200, 500):
-        limit = TimeLimit(20.0, steps, clock=clock, device=torch.device("cpu"))
+        limit = TimeLimit(20.0, steps, alone=False, device=torch.device("cpu"))
         found.append(
             next(step for step in range(1, steps) if limit.is_over(step, step * (1.0 + rank)))
         )
@@ -98,9 +98,5 @@ def ends_together(rank: int, size: int, clock: Clock) -> tuple[int, int]:
 
 
 def test_workers_that_need_each_other_end_at_the_same_step() -> None:
-    """Rank 1 is over at step 10. The next check, 2 or 5 steps later, knows its clock.
-
-    The mean is over at step 14, and the next step knows it.
-    """
-    assert on_workers(ends_together, "largest", workers=2) == [(12, 15), (12, 15)]
-    assert on_workers(ends_together, "mean", workers=2) == [(15, 15), (15, 15)]
+    """Rank 1 is over at step 10. The next check, 2 or 5 steps later, knows its clock."""
+    assert on_workers(ends_together, workers=2) == [(12, 15), (12, 15)]

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,24 @@ print("printed", flush=True)
 print("to errors", file=sys.stderr, flush=True)
 """
 SLEEP = "time.sleep(60)"
+DIGITS = """
+from offbeat_lab import recipe
+from offbeat_lab.recipes import find_recipe
+digits = recipe(metric="test accuracy", target=1, epochs=1)(find_recipe("digits").build)
+"""
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BaseProcess]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., processes._Worker]:
     """Start a worker that writes its state to a file and runs ``ending``."""
     monkeypatch.chdir(tmp_path)
 
-    def fork(ending: str, rank: int = 0) -> BaseProcess:
+    def fork(ending: str, rank: int = 0) -> processes._Worker:
         recipe = tmp_path / f"recipe{rank}.py"
         recipe.write_text(STATE + ending)
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "STATE": f"{tmp_path}/state{rank}"}
         job = Job(str(recipe), "bsp", 1)
-        worker = WorkerProcess(job, rank, str(tmp_path), True, None, environment, None)
+        worker = WorkerProcess(job, rank, str(tmp_path), True, None, environment)
         return processes._start(worker)
 
     return fork
@@ -64,7 +68,7 @@ def state(folder: Path, rank: int = 0) -> dict[str, Any]:
 
 
 def test_a_worker_has_the_environment_of_this_process(
-    start: Callable[..., BaseProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., processes._Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Environment, folder, files and signals are those of now, next to another worker."""
     beside = start(SLEEP, 1)
@@ -72,40 +76,50 @@ def test_a_worker_has_the_environment_of_this_process(
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job of a script
     try:
         worker = start("os._exit(7)")
-        worker.join(60)
+        worker.process.join(60)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert worker.exitcode == 7
+    assert worker.status == 7
     found = state(tmp_path)
-    assert found["pid"] == found["group"] == worker.pid
+    assert found["pid"] == found["group"] == worker.process.pid
     assert found["folder"] == str(tmp_path)
     own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     assert found["environment"].items() >= own.items()
-    errors = str(tmp_path / "stderr0")
-    assert found["files"] == [os.devnull, errors, errors]
-    assert Path(errors).read_text().endswith("printed\nto errors\n")
+    assert found["files"] == [os.devnull] * 3
     assert found["interrupt"]
     assert found["method"] == multiprocessing.get_context().get_start_method()
     assert found["parent"] == state(tmp_path, 1)["parent"]
-    assert beside.exitcode is None
-    processes._kill(beside)
-    beside.join(10)
-    assert beside.exitcode == -signal.SIGKILL
+    assert beside.status is None
+    beside.kill()
+    beside.process.join(10)
+    assert beside.status == -signal.SIGKILL
 
 
-def test_an_unexpected_error_is_printed_and_ends_the_worker(
-    start: Callable[..., BaseProcess], tmp_path: Path
+def test_an_error_of_any_type_is_sent_and_ends_the_worker(
+    start: Callable[..., processes._Worker],
 ) -> None:
     worker = start("raise SystemExit('what now')")
-    worker.join(60)
-    assert worker.exitcode == 1
-    assert "SystemExit: what now" in (tmp_path / "stderr0").read_text()
+    worker.process.join(60)
+    assert worker.status == 1
+    assert not [*worker.read()]
+    assert worker.error.endswith("SystemExit: what now")
+
+
+def test_the_first_error_is_that_of_the_run(tmp_path: Path) -> None:
+    """Worker 0 fails later, because worker 1 is gone."""
+    ends = "import multiprocessing\nif multiprocessing.current_process().name == 'rank1':\n"
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(f"{ends}    raise RuntimeError('broken')\n{DIGITS}")
+    with pytest.raises(
+        WorkerError, match=r"^worker 1 failed: .*, line 3: .* RuntimeError: broken$"
+    ):
+        run_job(Job(str(recipe), "bsp", 2), lambda event: None)
 
 
 @pytest.mark.nightly  # two servers are started
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux")
 def test_a_killed_fork_server_fails_the_run_and_is_replaced(
-    start: Callable[..., BaseProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., processes._Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No worker is left."""
     (tmp_path / "recipe.py").write_text(f"{STATE}\n{SLEEP}")
@@ -118,6 +132,6 @@ def test_a_killed_fork_server_fails_the_run_and_is_replaced(
     found = state(tmp_path, 5)
     until(lambda: not alive(found["pid"]), "the end of the worker", 10)
     worker = start("os._exit(0)")
-    worker.join(60)
-    assert worker.exitcode == 0
+    worker.process.join(60)
+    assert worker.status == 0
     assert state(tmp_path)["parent"] != found["parent"]

@@ -223,23 +223,6 @@ def test_speed_ups_and_shares_of_the_ideal() -> None:
     assert report.SHARE_MEANS not in report.notes([slow])
 
 
-def test_a_note_suggests_leased_data_if_workers_wait_for_a_slower_one() -> None:
-    """Where step times differ by 1.5, workers wait for a fifth of the time, and data is divided."""
-    even = make("bsp", [(9, 0.99)])  # 7 and 9 s for as many steps, 20 % idle
-    fast, slow = even.stats
-    fast = replace(fast, wait_seconds=6.0, compute_seconds=3.0)
-    uneven = replace(even, stats=(replace(slow, compute_seconds=9.0, wait_seconds=0.0), fast))
-    (note,) = report.notes([even, uneven, uneven])
-    assert note.startswith("Worker 0 takes 3.0 times as long per step as worker 1, and under bsp")
-    assert "wait for 33 % of the time" in note
-    assert "--partition leased" in note
-    assert report.notes([even]) == []
-    busy = replace(uneven, stats=(uneven.stats[0], replace(fast, wait_seconds=0.5)))
-    assert report.notes([busy]) == []
-    divided = replace(uneven, job=replace(uneven.job, partition="label:2"))
-    assert report.notes([divided]) == []
-
-
 def test_unknown_values_of_peers_are_dashes() -> None:
     """LSSR, bytes and idle share are unknown; times and metrics are known."""
     one = make("torch:ddp,hook=fp16", [(8, 0.99)])

@@ -79,6 +79,18 @@ def test_seldp_reads_everything_and_the_others_a_share() -> None:
     assert [len(set(own)) > 20 for own in read(one, 3, kind="distributed")] == [True] * 3
 
 
+@pytest.mark.parametrize("kind", ["seldp", "distributed", "defdp"])
+def test_passes_have_all_samples_and_different_global_batches(kind: str) -> None:
+    """In a pass, all workers together read each sample once; no pass repeats a global batch."""
+    read_by = read(task(samples=60, steps=15), 3, kind=kind)  # 3 passes of 5 batches of 4
+    batches = [
+        frozenset(index for own in read_by for index in own[at : at + 4]) for at in range(0, 60, 4)
+    ]
+    for start in range(0, 15, 5):
+        assert sorted(set().union(*batches[start : start + 5])) == list(range(60))
+    assert len(set(batches)) == 15
+
+
 def test_a_partition_keeps_labels_apart() -> None:
     """With label:2, each of three workers reads two of six labels."""
     shares = read(task(steps=30), 3, partition="label:2")

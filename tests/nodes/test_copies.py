@@ -104,5 +104,5 @@ def test_a_node_agrees_on_the_largest_of_each_number() -> None:
     ]
 
 
-def test_without_a_node_agree_returns_its_arguments() -> None:
+def test_without_a_node_the_maximum_is_of_one_process() -> None:
     assert Team(SingleCommunicator()).maximum_over_node(2.0, -1.0) == [2.0, -1.0]

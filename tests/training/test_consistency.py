@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import offbeat
 from loops import attach, error_of, everything, sgd
 from offbeat.strategies.base import Strategy
-from offbeat.training.checks import consistency
-from offbeat.training.checks.consistency import require_consistency
+from offbeat.training.checks import same_setup
+from offbeat.training.checks.same_setup import require_same_setup
 from offbeat.transport.connect import open_communicator
 from problems import make_batch, make_model, train_step
 from worlds import real, run
@@ -124,11 +124,11 @@ def test_unequal_workers_are_refused_everywhere_with_the_first_difference() -> N
 
 def another_protocol(rank: int, size: int, protocols: list[int]) -> tuple[list[str], str]:
     communicator = open_communicator(None, 20, what="a test")
-    old, consistency.PROTOCOL = consistency.PROTOCOL, protocols[rank]
+    old, same_setup.PROTOCOL = same_setup.PROTOCOL, protocols[rank]
     try:
-        return error_of(lambda: require_consistency(communicator, ["the same"]))
+        return error_of(lambda: require_same_setup(communicator, ["the same"]))
     finally:
-        consistency.PROTOCOL = old
+        same_setup.PROTOCOL = old
         communicator.close()
 
 

@@ -34,12 +34,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.copies import Copies
 from offbeat.averaging.flat import Share, Slice, Space, cut, make_spaces
 from offbeat.averaging.flight import Flight, Part, Step, sections_of
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.model_mean import BufferMean
 from offbeat.averaging.pace import Sizer
+from offbeat.averaging.shares import exchange_shares
 from offbeat.averaging.votes import Round, Vote, summed_votes
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.quantization.block_format import BLOCK
@@ -167,7 +167,7 @@ class Averager(Flow):
         number = int(team.maximum_over_node(max(map(len, slices_of)))[0])
         for each in slices_of:
             each += [[] for _ in range(number - len(each))]
-        self._copies = None if team.models_per_node == 1 else Copies(team, slices_of)
+        self._slices_of = slices_of
         self.parts = [
             Part(index, slices, worker.step) for index, slices in enumerate(slices_of[place])
         ]
@@ -343,9 +343,10 @@ class Averager(Flow):
         self.update_details()
 
     def _share(self, parts: Sequence[Part]) -> None:
-        """Exchange the averaged shares of ``parts`` within the node, if it has copies. Blocks."""
-        if self._copies is not None:
-            self._copies.share([part.index for part in parts])
+        """Exchange the averaged shares of ``parts`` within the node, if it has several. Blocks."""
+        node = self.worker.team.node
+        if node is not None and len(self._slices_of) > 1:
+            exchange_shares(node.inside, self._slices_of, [part.index for part in parts])
 
     def buffer_total(self, flight: Flight) -> float:
         """Return the sum of the workers' weights, by which sums of buffers are divided."""

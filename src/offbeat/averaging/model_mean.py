@@ -170,3 +170,16 @@ def moved_to_mean(current: Tensor, mean: Tensor, sent: Tensor) -> Tensor:
     # too.
     replaced = (current == sent) | current.isnan() | sent.isnan()
     return torch.where(replaced, mean, clamped)
+
+
+def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
+    """Copy rank 0's values of ``tensors`` to all workers, in place. A collective."""
+    if team.everyone.size == 1:
+        return
+    communicator = team.replica_team.communicator
+    what = "copy of rank 0's model"
+    for flat in make_flats(tensors):
+        for start, stop in flat.ranges():
+            values = communicator.broadcast(flat.copy(start, stop), what=what).wait()
+            if communicator.rank:
+                flat.write(start, values)

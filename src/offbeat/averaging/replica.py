@@ -55,6 +55,7 @@ def local_tensors(model: nn.Module) -> set[str]:
     for prefix, module in model.named_modules():
         own = {name for name, _ in module.named_buffers(recurse=False)}
         names = {n for n in own if n[-2:] in ("_u", "_v") and {n[:-1] + "u", n[:-1] + "v"} <= own}
+        # DDP reads this attribute, too, and has no public one.
         names.update(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         found.update(f"{prefix}.{name}" if prefix else name for name in names)
     return found

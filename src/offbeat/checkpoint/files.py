@@ -17,7 +17,6 @@ import contextlib
 import os
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +53,18 @@ class Files:
 
         ``partial`` is True for the files with temporary names.
         """
-        return {
-            key for key, rank, temporary in self._all() if (rank, temporary) == (self.rank, partial)
-        }
+        found = self._all()
+        return {key for _, key, *owner in found if owner == [self.rank, partial]}
 
-    def _all(self) -> Iterator[tuple[CheckpointKey, int, bool]]:
-        """Yield checkpoint and rank of each file, and whether its name is temporary."""
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            if parts := _NAME.fullmatch(path.name):
-                dot, step, repetition, rank, partial = parts.groups()
-                if bool(dot) == bool(partial):
-                    yield (int(step), int(repetition or 0)), int(rank), bool(partial)
+    def _all(self) -> list[tuple[Path, CheckpointKey, int, bool]]:
+        """Return path, checkpoint and rank of each file, and whether its name is temporary."""
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        found = [(path, parts) for path in paths if (parts := _NAME.fullmatch(path.name))]
+        return [
+            (path, (int(parts[2]), int(parts[3] or 0)), int(parts[4]), bool(parts[5]))
+            for path, parts in found
+            if bool(parts[1]) == bool(parts[5])
+        ]
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -111,12 +111,10 @@ class Files:
         Rank 0 also deletes the files that a run with more workers has left: those of ranks ≥
         ``size`` in checkpoints not in ``keep``.
         """
-        for key, owner, partial in list(self._all()):
-            left = owner == self.rank or (self.rank == 0 and owner >= size)
-            if partial and owner == self.rank:
-                self.discard(key)
-            elif left and not partial and key not in keep:
-                self.path(key, owner).unlink(missing_ok=True)
+        for path, key, owner, partial in self._all():
+            left_by_others = self.rank == 0 and owner >= size and not partial
+            if (owner == self.rank or left_by_others) and (partial or key not in keep):
+                path.unlink(missing_ok=True)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 A state is a dataclass, for example that of a strategy. *Plain values* are numbers, text, tensors,
 None, and lists and dictionaries of these: what ``torch.load`` reads with ``weights_only=True``.
-``save`` converts a dataclass to plain values, and
-``load`` writes them into it. The marks of ``offbeat.strategies.base`` select fields: ``transient``
-fields are never converted, and with an argument ``mark`` only the fields with this mark are.
+The marks of ``offbeat.strategies.base`` select fields: ``transient`` fields are never converted,
+and with an argument ``mark`` only the fields with this mark are.
 """
 
 import copy
@@ -21,7 +20,7 @@ from torch import Tensor
 from offbeat.errors import CheckpointError
 
 
-def save(state: Any, mark: str | None = None) -> Any:
+def values_of(state: Any, mark: str | None = None) -> Any:
     """Return a dataclass as plain values. Tensors are not copied.
 
     Args:
@@ -31,56 +30,57 @@ def save(state: Any, mark: str | None = None) -> Any:
     """
     if dataclasses.is_dataclass(state):
         return {
-            name: save(getattr(state, name), inner)
+            name: values_of(getattr(state, name), inner)
             for name, inner in _selected(state, mark).items()
         }
     if isinstance(state, list):
-        return [save(each, mark) for each in state]
+        return [values_of(each, mark) for each in state]
     return state if isinstance(state, Tensor) else copy.deepcopy(state)
 
 
-def load(
+def restore(
     state: Any,
-    saved: Any,
+    values: Any,
     mark: str | None = None,
     *,
     where: str = "state",
     check_only: bool = False,
 ) -> None:
-    """Write plain values, the result of ``save`` with the same ``mark``, into a dataclass.
+    """Write plain values, the result of ``values_of`` with the same ``mark``, into a dataclass.
 
     Tensors in lists are overwritten in place, and dataclasses field by field. All other values are
     replaced by copies.
 
     Args:
         state: The dataclass.
-        saved: The plain values.
-        mark: As for ``save``.
+        values: The plain values.
+        mark: As for ``values_of``.
         where: Name of the values in errors.
-        check_only: True to write nothing. A check in advance makes the load all or nothing.
+        check_only: True to write nothing. A check in advance makes the change all or nothing.
 
     Raises:
         CheckpointError: the dataclass has other fields, or a list of other tensors.
     """
     selected = _selected(state, mark)
-    found = saved.keys() if isinstance(saved, dict) else set()
+    found = values.keys() if isinstance(values, dict) else set()
     if found != selected.keys():
         wrong = ", ".join(sorted(found ^ selected.keys()))
         raise CheckpointError(f"{where} was saved with other fields: {wrong}")
     for name, inner in selected.items():
-        present, value, place = getattr(state, name), saved[name], f"{where}.{name}"
+        present, value, place = getattr(state, name), values[name], f"{where}.{name}"
+        first = present[0] if isinstance(present, list) and present else present
         if _is_state(present):
-            load(present, value, inner, where=place, check_only=check_only)
-        elif isinstance(present, list) and present and isinstance(present[0], Tensor):
+            restore(present, value, inner, where=place, check_only=check_only)
+        elif _is_state(first):
+            for i, (target, source) in enumerate(zip(present, value, strict=True)):
+                restore(target, source, inner, where=f"{place}[{i}]", check_only=check_only)
+        elif isinstance(present, list) and isinstance(first, Tensor):
             shapes = [[tuple(each.shape) for each in tensors] for tensors in (value, present)]
             if shapes[0] != shapes[1]:
                 raise CheckpointError(f"{place} has the shapes {shapes[0]}, here {shapes[1]}")
             for target, source in zip(present, value, strict=True):
                 if not check_only:
                     target.copy_(source)
-        elif isinstance(present, list) and present and _is_state(present[0]):
-            for i, (target, source) in enumerate(zip(present, value, strict=True)):
-                load(target, source, inner, where=f"{place}[{i}]", check_only=check_only)
         elif not check_only:
             setattr(state, name, copy.deepcopy(value))
 

@@ -19,9 +19,10 @@ import torch
 
 from offbeat.arguments import require_integer
 from offbeat.checkpoint.files import CheckpointKey, Files, read
-from offbeat.checkpoint.worker_state import Values, WorkerState, require_equal
+from offbeat.checkpoint.worker_state import Values, require_equal
 from offbeat.errors import CheckpointError
 from offbeat.synchronizer import Synchronizer, between_steps, has_joined
+from offbeat.training.assembly import Components
 
 logger = logging.getLogger("offbeat")
 _SAVE, _LOAD = "offbeat.save()", "offbeat.load()"
@@ -107,9 +108,8 @@ def save(
     with between_steps(sync, _SAVE) as components:
         state, files = components.state, Files(Path(directory), sync.rank)
         if components.iteration.shows_consensus:  # there is no barrier, and others may train on
-            with components.iteration.guard:
-                what = f"{_SAVE} inside consensus(), which every rank must call,"
-                components.team.everyone.meet(what=what)
+            what = f"{_SAVE} inside consensus(), which every rank must call,"
+            components.team.everyone.meet(what=what)
         contents = {
             **state.collect(whole=not components.iteration.shows_consensus),
             "arguments": _kinds(scheduler, scaler),
@@ -119,8 +119,8 @@ def save(
             "extra": extra,
         }
         own, token = sorted(files.checkpoints()), secrets.token_hex(8)
-        step, answers = state.agree(_SAVE, None, contents, own, token)
-        all_keys = [_as_keys(keys) for keys, _ in answers]
+        step, answers = state.require_same_step(_SAVE, None, contents, own, token)
+        all_keys = [{(step, number) for step, number in keys} for keys, _ in answers]
         # A worker without files may be one that the earlier run did not have.
         common = set.intersection(*filter(None, all_keys)) if any(all_keys) else set()
         later = max((saved_step for saved_step, _ in common), default=step)
@@ -185,7 +185,7 @@ def load(
         return None
     with between_steps(sync, _LOAD, loads=True) as components:
         state, files = components.state, Files(Path(directory), sync.rank)
-        if (found := _newest_complete(files, state)) is None:
+        if (found := _newest_complete(files, components)) is None:
             return None
         key, path, contents = found
         refused = None
@@ -194,7 +194,7 @@ def load(
             require_equal(contents["arguments"], _kinds(scheduler, scaler))
         except CheckpointError as error:
             refused = f"{path}: {error}"
-        state.load(contents, state.agree(_LOAD, refused, contents)[0])
+        state.load(_LOAD, refused, contents)
         for each, values in zip(_as_list(scheduler), contents["scheduler"], strict=True):
             each.load_state_dict(values)
         if scaler is not None:
@@ -216,7 +216,9 @@ def load(
 # -- choice of a checkpoint ------------------------------------------------------------------------
 
 
-def _newest_complete(files: Files, state: WorkerState) -> tuple[CheckpointKey, Path, Values] | None:
+def _newest_complete(
+    files: Files, components: Components
+) -> tuple[CheckpointKey, Path, Values] | None:
     """Return key, path and contents of the newest checkpoint that all workers can read.
 
     A collective. The file is this worker's, or else rank 0's. None if no worker has a checkpoint.
@@ -225,8 +227,8 @@ def _newest_complete(files: Files, state: WorkerState) -> tuple[CheckpointKey, P
     if files.folder.is_file():
         refused = f"{files.folder} is a file: name the directory of the checkpoints"
     own = files.checkpoints()
-    answers = state.require_all(_LOAD, refused, sorted(own))
-    saved = set.union(*(_as_keys(keys) for (keys,) in answers))
+    answers = components.state.require_all(_LOAD, refused, sorted(own))
+    saved = {(step, repetition) for (keys,) in answers for step, repetition in keys}
     # A crash may have left this worker's file under its temporary name. If another worker has
     # renamed its file of this checkpoint, this one is complete, too; see ``checkpoint.files``.
     for key in saved & files.checkpoints(partial=True) - own:
@@ -244,7 +246,8 @@ def _newest_complete(files: Files, state: WorkerState) -> tuple[CheckpointKey, P
                 raise CheckpointError(f"there is no file of rank {files.rank} next to {of_rank_0}")
         except CheckpointError as error:
             refused = str(error)
-        answers = state.gather([refused, contents.get("id")], _LOAD)
+        values = [refused, contents.get("id")]
+        answers = components.team.everyone.gather_values(values, what=_LOAD)
         refusals = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(answers) if reason]
         if not refusals and any(token != answers[0][1] for _, token in answers):
             refusals = ["the workers' files were not saved together"]
@@ -259,10 +262,6 @@ def _newest_complete(files: Files, state: WorkerState) -> tuple[CheckpointKey, P
         f"no checkpoint in {files.folder} is whole on all workers: {'; '.join(reasons)}. Restore "
         "the files, or start again in another directory"
     )
-
-
-def _as_keys(lists: Sequence[Sequence[int]]) -> set[CheckpointKey]:
-    return {(step, repetition) for step, repetition in lists}
 
 
 # -- what only a file contains ---------------------------------------------------------------------

@@ -16,18 +16,19 @@ strategy and any number of workers. Training then starts again from that mean, a
 import copy
 import dataclasses
 import io
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from offbeat.checkpoint.plain_values import load, read_values, save, write_values
+from offbeat.averaging import Worker
+from offbeat.averaging.model_mean import copy_rank_0
+from offbeat.checkpoint.plain_values import read_values, restore, values_of, write_values
 from offbeat.errors import CheckpointError
 from offbeat.nodes.shards import local_parts, model_state, optimizer_state
 from offbeat.telemetry import Stats
-from offbeat.training.checks.consistency import copy_rank_0, describe, first_difference
+from offbeat.training.checks.same_setup import describe, first_difference
 from offbeat.training.consensus import Consensus
 from offbeat.training.iteration import Iteration
 from offbeat.training.stats_recorder import StatsRecorder
@@ -45,6 +46,7 @@ class WorkerState:
 
     Args:
         model: The attached model.
+        worker: This worker.
         iteration: The step loop of this worker, which contains the flow.
         consensus: The consensus of this worker.
         recorder: Holds the totals.
@@ -54,14 +56,15 @@ class WorkerState:
     def __init__(
         self,
         model: nn.Module,
+        worker: Worker,
         iteration: Iteration,
         consensus: Consensus,
         recorder: StatsRecorder,
         *,
         sharded: bool,
     ) -> None:
-        self._model, self._iteration, self._consensus = model, iteration, consensus
-        self._recorder, self._sharded = recorder, sharded
+        self._model, self._worker, self._iteration = model, worker, iteration
+        self._consensus, self._recorder, self._sharded = consensus, recorder, sharded
         self._shared: list[Callable[[], Any]] = []  # functions that return states of the script
         self._received: list[Any] = []  # states of the script of another worker
 
@@ -77,42 +80,83 @@ class WorkerState:
 
         Tensors are not copied. Nothing may be in flight.
         """
-        flow, worker = self._iteration.flow, self._iteration.flow.worker
-        local: Callable[[Any], Any] = local_parts if self._sharded else lambda values: values
-        values = {
+        worker = self._worker
+        model = self._model.state_dict()
+        optimizers = [each.optimizer.state_dict() for each in worker.optimizers]
+        values: Values = {
             "format": FORMAT,
             "of": "worker" if whole else "consensus",
             "size": worker.team.everyone.size,
             "description": self._description(whole),
-            "model": local(self._model.state_dict()),
-            "optimizer": [local(each.optimizer.state_dict()) for each in worker.optimizers],
+            "model": local_parts(model) if self._sharded else model,
+            "optimizer": local_parts(optimizers) if self._sharded else optimizers,
             "stats": dataclasses.asdict(self.stats),
         }
         if whole:
-            values |= {"step": worker.step, "state": save(flow.state)}
+            values |= {"step": worker.step, "state": values_of(self._iteration.flow.state)}
         else:
             values["stats"]["details"] = {}  # they belong to the strategy
         return values
 
     def _description(self, whole: bool) -> list[str]:
         """Return lines that must be equal where a state is loaded."""
-        flow, worker = self._iteration.flow, self._iteration.flow.worker
-        everyone = worker.team.everyone  # also the other processes of a node, with other shards
-        lines = describe(flow.strategy if whole else None, worker.replica, worker.optimizers)
-        if whole:
-            lines.insert(1, f"wire {worker.wire.precision!r}")
-            lines.insert(2, f"rank {everyone.rank} of {everyone.size} workers")
+        worker, everyone = self._worker, self._worker.team.everyone
+        strategy = self._iteration.flow.strategy if whole else None
+        lines = describe(strategy, worker.replica, worker.optimizers)
+        if whole:  # every process of a node has other shards
+            rank = f"rank {everyone.rank} of {everyone.size} workers"
+            lines[1:1] = [f"wire {worker.wire.precision!r}", rank]
         return lines
+
+    # -- agreement of all workers ------------------------------------------------------------------
+
+    def require_all(self, what: str, refused: str | None, *more: Any) -> list[list[Any]]:
+        """Return ``more`` of every worker, values for JSON. A collective.
+
+        Raises CheckpointError on every worker if one has ``refused``, which is the reason. ``what``
+        is the name of the caller.
+        """
+        answers = self._worker.team.everyone.gather_values([refused, *more], what=what)
+        for rank, (reason, *_) in enumerate(answers):
+            if reason is not None:
+                raise CheckpointError(
+                    f"rank {rank} cannot take part in {what}, so no worker does: {reason}"
+                )
+        return [rest for _, *rest in answers]
+
+    def require_same_step(
+        self, what: str, refused: str | None, values: Values, *more: Any
+    ) -> tuple[int, list[list[Any]]]:
+        """Return the largest number of steps of all workers, and ``more`` of each. A collective.
+
+        As ``require_all``. Also raises CheckpointError on every worker unless the states ``values``
+        are all of a consensus, or all of workers at the same step.
+        """
+        of, steps = ("", 0) if refused else (values["of"], values["stats"]["steps"])
+        answers = self.require_all(what, refused, of, steps, *more)
+        positions = [
+            "a consensus" if of == "consensus" else f"a worker at step {steps}"
+            for of, steps, *_ in answers
+        ]
+        for rank, position in enumerate(positions):
+            if position != positions[0]:
+                raise CheckpointError(
+                    f"{what} on rank {rank} has the state of {position}, on rank 0 that of "
+                    f"{positions[0]}: all workers save and load at the same step, or all in a "
+                    "consensus"
+                )
+        return max(steps for _, steps, *_ in answers), [others for _, _, *others in answers]
 
     # -- loading -----------------------------------------------------------------------------------
 
     def check(self, values: Values) -> None:
-        """Raise CheckpointError unless this worker can load ``values``, whose format is right.
+        """Raise CheckpointError unless this worker can load ``values``.
 
         The state of a consensus can be loaded before the first step only.
         """
+        require_format(values)
         flow, whole = self._iteration.flow, values["of"] == "worker"
-        steps = max(self.stats.steps, flow.worker.step)
+        steps = max(self.stats.steps, self._worker.step)
         if steps and not whole:
             raise CheckpointError(
                 "the state is that of a consensus, from which training starts again, and "
@@ -121,83 +165,34 @@ class WorkerState:
             )
         require_equal(values["description"], self._description(whole))
         if whole:
-            load(flow.state, values["state"], check_only=True)
+            restore(flow.state, values["state"], check_only=True)
 
-    def agree(
-        self, what: str, refused: str | None, values: Values, *more: Any
-    ) -> tuple[int, list[list[Any]]]:
-        """Return the largest number of steps of all workers, and ``more`` of each. A collective.
+    def load(self, what: str, refused: str | None, values: Values) -> None:
+        """Load a state on all workers, or on none. A collective.
 
-        Args:
-            what: Name of the caller.
-            refused: Reason for which this worker cannot save or load ``values``.
-            values: The state.
-            more: Further values for the other workers, for JSON.
-
-        Raises:
-            CheckpointError: a worker has refused. Or the states are neither all of a consensus,
-                nor all of workers at the same step. Raised on every worker.
+        ``refused`` is the error of ``check``, or None. ``what`` is the name of the caller.
         """
-        position, steps = "", 0
-        if refused is None:
-            steps = values["stats"]["steps"]
-            position = "a consensus" if values["of"] == "consensus" else f"a worker at step {steps}"
-        answers = self.require_all(what, refused, position, steps, *more)
-        first = answers[0][0]
-        for rank, (other, *_) in enumerate(answers):
-            if other != first:
-                raise CheckpointError(
-                    f"{what} on rank {rank} has the state of {other}, on rank 0 that of {first}: "
-                    "all workers save and load at the same step, or all in a consensus"
-                )
-        return max(steps for _, steps, *_ in answers), [others for _, _, *others in answers]
-
-    def require_all(self, what: str, refused: str | None, *more: Any) -> list[list[Any]]:
-        """Return ``more`` of every worker. A collective.
-
-        Raises CheckpointError on every worker if one has ``refused``, which is the reason.
-        """
-        answers = self.gather([refused, *more], what)
-        for rank, (reason, *_) in enumerate(answers):
-            if reason is not None:
-                raise CheckpointError(
-                    f"rank {rank} cannot take part in {what}, so no worker does: {reason}"
-                )
-        return [rest for _, *rest in answers]
-
-    def gather(self, value: Any, what: str) -> list[Any]:
-        """Return the ``value`` of every worker, in rank order. A collective."""
-        everyone = self._iteration.flow.worker.team.everyone
-        with self._iteration.guard:
-            payloads = everyone.gather_bytes(json.dumps(value).encode(), what=what)
-        return [json.loads(each) for each in payloads]
-
-    def load(self, values: Values, steps: int) -> None:
-        """Load a state that was checked. A collective for that of a consensus.
-
-        ``steps`` is the largest number of steps of all workers, from which all continue to count.
-        """
-        flow, worker = self._iteration.flow, self._iteration.flow.worker
+        steps, _ = self.require_same_step(what, refused, values)
+        flow, worker = self._iteration.flow, self._worker
         self._load_tensors(values)
         totals = copy.deepcopy(values["stats"])
         worker.details.clear()
         worker.details.update(totals.pop("details"))
         if values["of"] == "worker":
             worker.step = values["step"]
-            load(flow.state, values["state"])
+            restore(flow.state, values["state"])
             flow.after_load()
         else:
-            totals["steps"] = steps
-            with self._iteration.guard:
-                copy_rank_0(worker.team, worker.replica.everything())
-                flow.start()
-                worker.barrier("the start from a consensus")
+            totals["steps"] = steps  # all continue to count from the largest number
+            copy_rank_0(worker.team, worker.replica.everything())
+            flow.start()
+            worker.barrier("the start from a consensus")
         self._recorder.stats = Stats(**totals, details=worker.details)
         self._consensus.note_start()
 
     def _load_tensors(self, values: Values) -> None:
         """Load model and optimizers."""
-        optimizers = [each.optimizer for each in self._iteration.flow.worker.optimizers]
+        optimizers = [each.optimizer for each in self._worker.optimizers]
         model, saved = values["model"], values["optimizer"]
         if self._sharded:
             model = model_state(self._model, model)

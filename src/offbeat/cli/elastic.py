@@ -27,7 +27,7 @@ def run(
     max_restarts: int,
     grace: str,
 ) -> NoReturn:
-    """Run a script on workers that are restarted. Exits with the code of the launcher."""
+    """Run a script on workers, and restart those that fail. Exits with the launcher's code."""
     workers_here = _workers_here(workers, here, store)
     grace_seconds = to_seconds(grace, allow_zero=True)
     if store is not None:
@@ -47,7 +47,7 @@ def run(
 
 
 def _workers_here(workers: str, here: int | None, store: str | None) -> int:
-    """Return the number of workers on this machine. Raises ValueError for a contradiction."""
+    """Return the number of workers on this machine. Raises ValueError if options conflict."""
     try:
         most = WorkerCount.parse(workers).most
     except ValueError as error:
@@ -67,7 +67,7 @@ def _workers_here(workers: str, here: int | None, store: str | None) -> int:
 
 
 def _require_store(address: str) -> None:
-    """Raise ValueError unless ``address`` is one, or if its directory does not exist."""
+    """Raise ValueError if ``address`` has a wrong form, or its file cannot be created."""
     path = parse_address(address)
     if not isinstance(path, str):
         return
@@ -91,7 +91,7 @@ def _require_program(script: str, module: bool) -> None:
 
 
 def store(port: int, host: str | None) -> None:
-    """Keep a store until a signal."""
+    """Run a store until SIGINT or SIGTERM."""
     listener = listen(host, port)
     name = host or socket.gethostname()
     address = f"{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"

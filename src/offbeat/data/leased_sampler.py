@@ -1,9 +1,9 @@
 """A batch sampler whose workers take as many batches of each epoch as they can train on."""
 
-import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sized
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,9 +119,9 @@ class LeasedSampler(Sampler[list[int]]):
             )
         self.sync, self.epoch, self.repeated = sync, 0, 0
         self._elastic = components.membership_changes is not None
-        store = team.communicator.store(f"LeasedSampler/{components.leased_samplers}")
+        store = team.communicator.store(f"LeasedSampler/{components.leased_sampler_count}")
         self._leases = Leases(team, store, elastic=self._elastic)
-        components.leased_samplers += 1
+        components.leased_sampler_count += 1
         self._resumed: dict[int, Ranges] = {}  # unused batches of a loaded checkpoint, by epoch
         self._order = torch.empty(0)  # samples of the epoch in progress
         # The batches of this epoch that this worker has taken, each with its progress. The first
@@ -134,7 +134,7 @@ class LeasedSampler(Sampler[list[int]]):
         self._begun = self._ended = -1
         self._progress = 0.0
         self._has_loader = False
-        if not components.unfinished.steps:
+        if not components.end_warnings.steps:
             sync.share_state(self._values_for_joining, self._join)
 
     # -- epochs ----------------------------------------------------------------------------------
@@ -325,9 +325,10 @@ class LeasedSampler(Sampler[list[int]]):
         """Return the state. A collective."""
         self._note_step()
         self._note_done()
-        epochs = self._gather(self._begun if self._begun > self._ended else self.epoch)
+        gather = partial(self._team.communicator.gather_values, what="data in use")
+        epochs = gather(self._begun if self._begun > self._ended else self.epoch)
         span = range(min(epochs), max([*epochs, *self._resumed]) + 1)
-        every = self._gather([self._done.get(epoch, []) for epoch in span])
+        every = gather([self._done.get(epoch, []) for epoch in span])
         left: dict[int, Ranges] = {}
         for epoch, *parts in zip(span, *every, strict=True):
             done = to_numbers(each for ranges in parts for each in ranges)
@@ -339,13 +340,6 @@ class LeasedSampler(Sampler[list[int]]):
             "epoch": next((epoch for epoch in span if left[epoch]), span[-1]),
             "left": {str(epoch): ranges for epoch, ranges in left.items()},
         }
-
-    def _gather(self, value: object) -> list[Any]:
-        """Return the values of all workers. A collective."""
-        payload = json.dumps(value).encode()
-        with self._team.account.paused():
-            texts = self._team.communicator.gather_bytes(payload, what="data in use")
-        return [json.loads(text) for text in texts]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a result of ``state_dict``. All workers call it before their first epoch.

@@ -149,7 +149,7 @@ class Agreement:
         self.heartbeats = HeartbeatConnections(timeout_seconds)
 
         def take() -> int:
-            worker = store.count("numbers")
+            worker = store.next_number("numbers")
             store.put(f"address/{worker}", self.heartbeats.address)
             return worker
 
@@ -287,9 +287,9 @@ class Agreement:
         others = [w for w in members if w != self.worker and not self.heartbeats.monitors(w)]
         return self.heartbeats.connect(self._addresses(others)) if others else []
 
-    def unreachable(self, members: Iterable[int]) -> list[int]:
-        """Return those ``members`` that do not return a ping. Blocks for at most about 4 s."""
-        return self.heartbeats.unreachable(self._addresses({*members} - {self.worker}))
+    def ping(self, members: Iterable[int]) -> list[int]:
+        """Ping ``members``, and return those that do not answer. Blocks for at most about 4 s."""
+        return self.heartbeats.ping(self._addresses({*members} - {self.worker}))
 
     def _addresses(self, workers: Iterable[int]) -> dict[int, str]:
         return self.call(partial(self._read_addresses, workers))

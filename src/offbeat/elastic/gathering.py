@@ -102,15 +102,10 @@ class Gathering(Transport):
     Args:
         address: Address of the store.
         workers: Number of workers with which training begins.
-        patience_seconds: Time from the arrival of this worker after which ``workers.least``
-            workers are enough.
     """
 
-    def __init__(
-        self, address: str, workers: WorkerCount, *, patience_seconds: float = PATIENCE_SECONDS
-    ) -> None:
+    def __init__(self, address: str, workers: WorkerCount) -> None:
         self._address, self.workers = address, workers
-        self._patience_seconds = patience_seconds
 
     def retry_after_losses(self, begin: Callable[[], T]) -> T:
         """Return the result of ``begin``, which calls ``make_communicator`` and uses the result.
@@ -233,8 +228,7 @@ class Gathering(Transport):
         worker cannot propose. Raises CommunicationTimeout after ``timeout_seconds``.
         """
         decision, heartbeats = agreement.find_newcomers(Decision([], 0)), agreement.heartbeats
-        impatient = waited >= self._patience_seconds
-        least = self.workers.least if impatient else self.workers.most
+        least = self.workers.least if waited >= PATIENCE_SECONDS else self.workers.most
         if len(decision.members) >= least and decision.members[0] == agreement.worker:
             write = agreement.store.put_if_absent
             return agreement.call(partial(write, "generation/0/decided", vars(decision)))

@@ -128,7 +128,7 @@ class HeartbeatConnections:
                 self._dead.update(self.connect({worker: self._addresses[worker]}))
         return frozenset(self._dead)
 
-    def unreachable(self, addresses: Mapping[int, str]) -> list[int]:
+    def ping(self, addresses: Mapping[int, str]) -> list[int]:
         """Return the workers that do not return a ping; see ``connect``. Blocks for at most 4 s.
 
         A worker returns pings while it waits for others, but not while it computes or is suspended.

@@ -1,8 +1,8 @@
-"""Membership of real processes: opens a generation, and changes to the next one.
+"""Membership of real processes: opens each generation, and changes to the next one.
 
-``elastic/agreement.py`` describes the protocol by which the workers decide on the members of the
-next generation. This module opens the communicator of a generation that was decided, and requests
-another generation if that fails.
+A *generation* is one composition of the workers, its *members*, with its own communicator. The
+workers agree on the members with the protocol in ``elastic/agreement.py``. This module then opens
+the communicator. If that fails, the workers agree on another generation.
 """
 
 import itertools
@@ -28,16 +28,15 @@ logger = logging.getLogger("offbeat")
 _CLOSING_SECONDS = 5.0  # longest wait for the threads of a generation that has ended
 _STORE_SECONDS = 0.25  # time between two reads of the store
 _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
-# Least time from a membership change to the next one that admits a newcomer, in durations of that
-# change. So newcomers that vanish again and again leave training four fifths of the time, or less
-# if a change takes longer than a sixteenth of ``limits.usual``, which bounds the pause. The pause
-# begins with the first attempt to open a generation. Otherwise one change would continue as long as
-# newcomers come and vanish.
+# After a membership change of d seconds, no newcomer is admitted for a pause of 4·d seconds, but at
+# most ``limits.usual``/4. So even if newcomers vanish again and again, training has 4/5 of the time
+# (less if d > ``limits.usual``/16). A failed attempt to open a generation sets the pause, too.
+# Otherwise newcomers that come and vanish could prolong one change without end.
 _TRAINING_SHARE = 4.0
 
 
 class UnreachableError(CommunicationError):
-    """The members cannot connect to this worker, so it is no use to ask again."""
+    """The members cannot connect to this worker. Joining again would fail, too."""
 
 
 class StoreMembership:
@@ -57,7 +56,7 @@ class StoreMembership:
         self._member_died = False
         self._last_check = 0.0
         self._pause_end = 0.0  # no newcomer is admitted until then
-        self._opened = math.inf  # time of the opening of a generation that has not begun to train
+        self._opened = math.inf  # when the generation was opened; infinity once it trains
 
     # -- generations -------------------------------------------------------------------------------
 
@@ -92,7 +91,7 @@ class StoreMembership:
     def enter_first(self, number: int, decision: Decision) -> Generation:
         """Open generation ``number``, the first of this worker. If that fails, try later ones.
 
-        Generation 0 is not followed by another one if it fails: the workers gather again.
+        If generation 0 fails, raises CommunicationError, because the workers gather again.
         """
         try:
             return self.enter(number, decision)
@@ -129,9 +128,9 @@ class StoreMembership:
     def change_requested(self) -> bool:
         """Return True if a worker asks to join, or a member has died, left or begun a change.
 
-        Never blocks. If the store does not answer, only deaths are noticed. A request is noticed
-        later if the last membership change was a short time ago. A change that another member has
-        begun ends the operations of this one at once.
+        Never blocks. If the store does not answer, only deaths are noticed. After a membership
+        change, requests are ignored during a pause. If another member begins a change meanwhile,
+        the operations of this member fail at once.
         """
         self._opened, now = math.inf, time.monotonic()
         if now - self._last_check > _HEARTBEAT_SECONDS:
@@ -155,9 +154,10 @@ class StoreMembership:
             step: Number of steps that this worker has taken; None if it was in no generation yet.
         """
         started, limit, unreachable = time.monotonic(), self._limits.usual, list[int]()
-        # In a generation that has not begun to train, members wait for others, and return pings.
+        # If no step has followed the opening for so long, some members may not be able to connect.
+        # Ping all members: they return pings while they wait for others.
         if self._limits.nearly_reached(started - self._opened):
-            unreachable = self._agreement.unreachable(before.members)
+            unreachable = self._agreement.ping(before.members)
         arrival = Arrival(step is None, unreachable)
         for number in itertools.count(generation + 1):
             earlier = before.members
@@ -191,7 +191,7 @@ class StoreMembership:
                 reason = str(error)
             finally:
                 now = time.monotonic()
-                # The others wait ``limits.usual`` for a member that has not noticed the request.
+                # The others wait ``limits.usual`` for a member that ignores requests in its pause.
                 pause = min(_TRAINING_SHARE * (now - started), self._limits.usual / 4)
                 self._pause_end = now + pause
             longest = self._limits.agreement
@@ -203,10 +203,10 @@ class StoreMembership:
                 )
             limit, unreachable = self._limits.usual, []
             if self._limits.nearly_reached(now - opening):
-                # A member has not answered during the whole opening, so wait less for it now. Or
-                # some members cannot connect to each other.
+                # Either a member does not answer, so wait less for it at the next generation. Or
+                # some members cannot connect to each other, which pings show.
                 limit = self._limits.retry
-                unreachable = self._agreement.unreachable(before.members)
+                unreachable = self._agreement.ping(before.members)
             arrival = Arrival(step is None, unreachable)
         raise AssertionError
 
@@ -232,9 +232,9 @@ class StoreMembership:
     def _lost_ranks(self, members: tuple[int, ...], *, first: bool) -> list[int]:
         """Return the ranks of those ``members`` whose processes have ended.
 
-        In the ``first`` generation a member may end before this worker has connected to it. In
-        later generations a member whose port refuses connections counts as unreachable, so that the
-        next generation excludes it; see ``Agreement.unreachable``.
+        In the ``first`` generation a member may end before this worker has connected to it. Its
+        port then refuses the connection. In later generations such a member counts as unreachable,
+        and the next generation excludes it; see ``Agreement.ping``.
         """
         heartbeats = self._agreement.heartbeats
         lost = heartbeats.dead() | (heartbeats.refused if first else set())

@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 from offbeat.averaging import flow_of
 from offbeat.averaging.model_mean import ModelMean
 from offbeat.averaging.rounds import VoteCheck
-from offbeat.checkpoint.plain_values import load, save
+from offbeat.checkpoint.plain_values import restore, values_of
 from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.errors import CommunicationError, CommunicationTimeout, MismatchError
 from offbeat.quantization.wire import Precision, Wire
-from offbeat.training.checks.consistency import difference, versioned
+from offbeat.training.checks.same_setup import difference, versioned
 from offbeat.training.iteration import Iteration
 from offbeat.transport.membership import ModelLostError
 
@@ -243,9 +243,9 @@ class MembershipChanges:
         worker.start_step = source.step
         flow = flow_of(old_flow.strategy, worker)
         flow.start()
-        load(flow.state, source.carried, "common")
+        restore(flow.state, source.carried, "common")
         if not self._fresh:
-            load(flow.state, save(old_flow.state, "local"), "local")
+            restore(flow.state, values_of(old_flow.state, "local"), "local")
         self._fresh = False  # only now: after an earlier failure this worker lacks the model
         # Before the barrier: if that fails, this worker has the model.
         iteration.begin_generation(flow)
@@ -275,7 +275,7 @@ class MembershipChanges:
             self._fresh or not self._contributes or worker.finite_model(),
             self._settings,
             worker.step,
-            {} if self._fresh else save(self._iteration.flow.state, "common"),
+            {} if self._fresh else values_of(self._iteration.flow.state, "common"),
         )
         communicator, what = worker.team.communicator, "reports at the beginning of a generation"
         payload = json.dumps(vars(report)).encode()

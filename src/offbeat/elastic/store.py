@@ -15,7 +15,7 @@ from offbeat.transport.torch_backend.store_access import call_within
 T = TypeVar("T")
 _LIMIT_SECONDS = 10.0  # default time limit of SharedStore.call()
 _CONNECT_SECONDS = 30.0  # longest wait for a connection to the store
-_MARGIN_SECONDS = 1.0  # delay with which torch may raise its time-out error
+_MARGIN_SECONDS = 1.0  # extra time in which torch raises its own time-out error
 
 
 class StoreLostError(CommunicationError):
@@ -25,7 +25,7 @@ class StoreLostError(CommunicationError):
 class SharedStore:
     """A store of JSON values under string keys.
 
-    If the store does not answer, a method may block for minutes. ``call`` sets a time limit.
+    A method may block for minutes if the store does not answer. ``call`` limits the time.
 
     ``location`` is the address of the store, for error messages.
     """
@@ -59,8 +59,8 @@ class SharedStore:
         """Write ``new`` if the value is ``old``. The operation is atomic."""
         self.store.compare_set(key, json.dumps(old), json.dumps(new))
 
-    def count(self, key: str) -> int:
-        """Add 1 to a counter, which begins at 0, and return its value before. Atomic."""
+    def next_number(self, key: str) -> int:
+        """Return the next number of the counter ``key``: 0, 1, 2, … The operation is atomic."""
         return int(self.store.add(key, 1)) - 1
 
     def present(self, pattern: str, workers: Iterable[int]) -> list[int]:
@@ -89,11 +89,11 @@ class SharedStore:
 
 
 def connect_to_store(address: str, timeout_seconds: float, *, what: str) -> SharedStore:
-    """Connect to the store of other processes. A file is created if it does not exist.
+    """Connect to the store that all workers share.
 
     Args:
-        address: ``host:port`` or ``file:///path``.
-        timeout_seconds: Time for which to try again if no store answers, at most 30 s.
+        address: ``host:port``, or ``file:///path`` of a file, which is created if it is missing.
+        timeout_seconds: Time limit for connecting to ``host:port``; the limit is at most 30 s.
         what: Beginning of the error message.
 
     Raises:

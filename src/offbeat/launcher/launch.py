@@ -1,8 +1,8 @@
-"""``launch``: starts and keeps the workers of this machine, and their store if it is the only one.
+"""``launch``: starts the workers of this machine, restarts them, and may start their store.
 
-The workers are processes of the standard library's ``multiprocessing``. On Linux a *fork server*
-has imported torch and Offbeat, and forks them. Elsewhere, or with ``fresh``, each is a new
-interpreter. The launcher itself does not import torch.
+The workers are processes of the standard library's ``multiprocessing``. On Linux, a *fork server*
+imports torch and Offbeat once, and forks the workers. Elsewhere, or with ``fresh``, each worker is
+a new interpreter. The launcher itself does not import torch.
 """
 
 import asyncio
@@ -39,31 +39,32 @@ def launch(
     fresh: bool,
     grace_seconds: float,
 ) -> int:
-    """Run the workers of this machine to their end, and return the exit code.
+    """Run the workers of this machine until all have ended, and return the exit code.
 
     Args:
         argv: Path of the script, or name of the module, and the arguments.
-        is_module: True if it is the name of a module.
+        is_module: True if ``argv`` begins with the name of a module.
         workers: Number of workers of the training, as in ``OFFBEAT_WORKERS``.
         here: Number of workers on this machine.
-        store: Address of the store, as in ``OFFBEAT_STORE``. None: a process that this one starts
-            keeps one, which only this machine can reach.
-        max_restarts: Number of restarts of a worker. Training for a minute gives it all again.
-        fresh: True for a new interpreter for each worker.
-        grace_seconds: Time that workers have to end after a signal.
+        store: Address of the store, as in ``OFFBEAT_STORE``. None: this function starts a store in
+            a child process. Only this machine can reach it.
+        max_restarts: Number of restarts after which a worker is given up. Training for a minute
+            resets the count.
+        fresh: True if each worker is a new interpreter.
+        grace_seconds: Time from a signal until workers that still run are killed.
 
     Raises:
-        OffbeatError: The store does not answer or cannot be started; or this is Windows.
+        OffbeatError: The store does not answer or cannot be started, or the system is Windows.
     """
     if sys.platform == "win32":
         raise OffbeatError("offbeat run needs Linux or macOS")
-    # Torch reads this variable when the fork server imports it.
+    # Torch reads this variable when it is imported, which the fork server does.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // here)))
     with contextlib.ExitStack() as stack:
         with _signals_held():
             context = _context(fresh)
             if store is None:
-                # The workers of one machine need no other interface, and open no port on it.
+                # Workers of one machine need only loopback, and open no port to the network.
                 loopback = "lo" if sys.platform == "linux" else "lo0"
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
                 store = stack.enter_context(_local_store(context))
@@ -86,11 +87,11 @@ def launch(
 def start_process(
     context: ForkServerContext | SpawnContext, target: Callable[..., None], *arguments: object
 ) -> BaseProcess:
-    """Start a process that calls ``target``, and does not import the main module of this one.
+    """Start a process that calls ``target``, without importing the main module of this process.
 
     Raises OSError, or EOFError if the fork server has ended.
     """
-    # Scripts may compare the name with that of a process without multiprocessing.
+    # A script may check the process name, which is "MainProcess" if ``python`` runs the script.
     process = context.Process(target=target, args=arguments, name="MainProcess")
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -103,11 +104,12 @@ def start_process(
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM, also in the processes that are started inside.
+    """Block SIGINT and SIGTERM in the ``with`` block, also in the processes that it starts.
 
-    A Ctrl-C would interrupt the imports of the fork server, or leave a process without arguments.
+    Otherwise Ctrl-C could interrupt the imports of the fork server, or end this process before it
+    has sent the arguments of a new process to it.
     """
-    resource_tracker.ensure_running()  # by itself, because it unblocks signals
+    resource_tracker.ensure_running()  # first, because it unblocks the signals
     held = {signal.SIGINT, signal.SIGTERM} - signal.pthread_sigmask(signal.SIG_BLOCK, ())
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
@@ -117,7 +119,7 @@ def _signals_held() -> Iterator[None]:
 
 
 def _context(fresh: bool) -> ForkServerContext | SpawnContext:
-    """Return the way in which processes are started, and start the fork server if there is one."""
+    """Return the context that starts the processes, and start its fork server if it has one."""
     if fresh or sys.platform != "linux":  # other systems' libraries may not work after a fork
         return multiprocessing.get_context("spawn")
     with contextlib.suppress(OSError, AttributeError):
@@ -131,7 +133,7 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
 
 @contextlib.contextmanager
 def _local_store(context: ForkServerContext | SpawnContext) -> Iterator[str]:
-    """Keep a store for this machine in a process of its own, and return its address."""
+    """Run a store for this machine in a child process, and yield its address."""
     with listen("127.0.0.1", 0) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         try:

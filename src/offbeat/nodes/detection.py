@@ -4,7 +4,6 @@ A *node* is a group of workers, usually on one machine, that acts as one worker 
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,10 +63,9 @@ def open_nodes(
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(everyone.close)
         assert group is None or isinstance(group, dist.ProcessGroup)
-        reported = everyone.gather_bytes(
-            json.dumps(_reported_node(group, node_group)).encode(), what="comparison of the nodes"
-        )
-        nodes = group_into_nodes([json.loads(report) for report in reported])
+        reported = _reported_node(group, node_group)
+        what = "comparison of the nodes"
+        nodes = group_into_nodes(everyone.gather_values(reported, what=what))
         members = next(members for members in nodes if everyone.rank in members)
         if len(members) == 1 or not needed:
             opened: tuple[Communicator, Node | None] = everyone, None

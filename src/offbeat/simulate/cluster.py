@@ -57,9 +57,9 @@ class Contribution:
     Attributes:
         what: Name in errors and in the timeline.
         tensor: This worker's tensor.
-        combine: Computes the result from the tensors of all workers, in rank order. It must not
-            change the tensors. It is called on one worker only.
-        store: Stores the result on this worker.
+        combine: Function that computes the result from the tensors of all workers, in rank order.
+            It must not change the tensors. It is called on one worker only.
+        store: Function that stores the result on this worker.
     """
 
     kind: CollectiveKind
@@ -112,7 +112,7 @@ class SimulatedCluster:
         seed: Seed of the compute jitter.
         faulty: True if the run has faults, such as lost workers.
         spans: Activities of all workers so far.
-        totals: Function that returns the totals (``Stats``) of a worker's last training, by rank.
+        totals: By rank: function that returns the totals (``Stats``) of the worker's last training.
         connections: Groups of connected workers, and the failures of their connections.
         size: Number of workers at the start.
     """
@@ -128,7 +128,7 @@ class SimulatedCluster:
     def __post_init__(self) -> None:
         self.size = len(self.workers.all)
         self.connections = Connections(self.workers.kernel, faulty=self.faulty)
-        # Links to the switch, by rank. The cards of all workers of a node are the node's one link.
+        # Links to the switch, by rank. A node has one link: the cards of all its workers together.
         self._cards: dict[int, _NetworkCard] = defaultdict(_NetworkCard)
         self._inside: dict[int, _NetworkCard] = defaultdict(_NetworkCard)  # links inside nodes
         self._joined: dict[tuple[int, int], int] = {}  # collectives so far, by context and rank
@@ -208,8 +208,8 @@ class SimulatedCluster:
     ) -> None:
         """Occupy the network cards, and schedule the delivery of the result."""
         kernel, ranks = self.workers.kernel, group.members
-        # Between nodes, a broadcast runs in one group only: that of the nodes' first workers. So
-        # this group has the links of the nodes for itself.
+        # Between nodes, only the group of the nodes' first workers runs a broadcast. So this group
+        # has the whole links of the nodes.
         sharing = 1 if contribution.kind == "broadcast" else group.sharing
         cards = self._cards_of_collective(ranks, sharing)
         start = max(kernel.now, *(max(card.up, card.down) for card in cards))
@@ -234,9 +234,9 @@ class SimulatedCluster:
     def _cards_of_collective(self, ranks: Sequence[int], sharing: int) -> list[_NetworkCard]:
         """Return the network cards that a collective of ``ranks`` occupies.
 
-        These are the links inside the nodes, and if it leaves a node, the links of the nodes. If
-        ``sharing`` > 1 such groups run at the same time, each occupies its workers' shares of the
-        links of the nodes instead.
+        A collective inside a node occupies the links inside the node. A collective across nodes
+        also occupies the links of the nodes. If ``sharing`` > 1 such groups run at the same time,
+        each occupies only the cards of its own workers, which are shares of those links.
         """
         inside = [self._inside[rank] for rank in ranks]
         if not self.network.crosses(ranks):

@@ -81,8 +81,8 @@ class SimulatedHost(Host):
 
         A poll itself takes no virtual time. Without the sleep, a loop that polls until the
         operation ends would never end. The first sleep takes 1 µs, each further one twice as long,
-        up to 1 ms. Once virtual time passes between two polls, counting starts again, with a sleep
-        of 1 µs.
+        up to 1 ms. If virtual time has passed since the last poll, counting starts again, and the
+        next sleep takes 1 µs.
         """
         if self.now() > self._polled_seconds:
             self._polls, self._sleep_seconds = 0, _SHORTEST_SLEEP_SECONDS

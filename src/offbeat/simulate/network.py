@@ -84,8 +84,8 @@ class Network:
     broadcast the workers of a node share the link.
 
     Args:
-        bandwidth: Bandwidth of every link to the switch, in each direction, or a function of the
-            number of the worker (with nodes, of the node) and of the virtual time in seconds.
+        bandwidth: Bandwidth of every link to the switch, in each direction. It may be a function
+            of the number of the worker (with nodes: of the node) and the virtual time in seconds.
             ``lambda worker, seconds: "10Mbit/s" if worker == 3 else "1Gbit/s"`` gives worker 3 a
             slow link. Transfers that have started keep their speed.
         latency: Latency α from the start of a message to the arrival of its first byte (≥ 0). With

@@ -118,7 +118,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return _Work(self._communicator.sum(torch.zeros(0, device="cpu"), what="dist.barrier"))
 
 
-class _World(c10d._World):
+class _World(c10d._World):  # torch has no public way to set the default group of one thread
     """torch's registry of process groups, with one default group per thread."""
 
     def __init__(self) -> None:
@@ -145,12 +145,14 @@ def installed() -> Iterator[Callable[[SimulatedGroup], None]]:
     Yields:
         A function that sets the default group of the calling thread.
     """
-    before, world = c10d._world, _World()
-    saved = {
-        (module, name): getattr(module, name)
+    world = _World()
+    replacements: dict[tuple[Any, str], Any] = {
+        (module, name): lambda *args, **kwargs: None
         for module in (dist, c10d)
         for name in ("init_process_group", "destroy_process_group")
     }
+    replacements[c10d, "_world"] = world
+    saved = {place: getattr(*place) for place in replacements}
     groups: list[SimulatedGroup] = []
 
     def use(group: SimulatedGroup) -> None:
@@ -160,15 +162,13 @@ def installed() -> Iterator[Callable[[SimulatedGroup], None]]:
         world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
         groups.append(group)
 
-    c10d._world = world
-    for module, name in saved:
-        setattr(module, name, lambda *args, **kwargs: None)
+    for (module, name), value in replacements.items():
+        setattr(module, name, value)
     try:
         yield use
     finally:
         for group in groups:
             for record in (world.pg_map, world.pg_names, world.pg_group_ranks):
                 record.pop(group, None)
-        c10d._world = before
         for (module, name), value in saved.items():
             setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""The components of the training of one worker: how they are created, connected and closed.
+"""Creates, connects and closes the components that train a model on one worker.
 
 - ``training.backward_hooks`` calls ``training.iteration`` at the end of every backward pass.
 - ``training.hooks`` calls ``training.iteration`` before and after every optimizer step.
@@ -17,15 +17,16 @@ from torch import nn
 from torch.optim import SGD
 
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
+from offbeat.averaging.model_mean import copy_rank_0
 from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.elastic.membership_changes import MembershipChanges
 from offbeat.nodes.gradients import NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Gradients, Strategy
-from offbeat.training.checks.consistency import copy_rank_0, describe, require_consistency
+from offbeat.training.checks.end_warnings import EndWarnings
 from offbeat.training.checks.loading import refuse_loading
-from offbeat.training.checks.unfinished import UnfinishedWarning
+from offbeat.training.checks.same_setup import describe, require_same_setup
 from offbeat.training.consensus import Consensus
 from offbeat.training.ddp import DDPSuppressor
 from offbeat.training.hooks import Removable, ScalerHooks, attached, hook_optimizer
@@ -39,7 +40,8 @@ from offbeat.transport.team import Team
 class Components:
     """Creates the components of one worker.
 
-    The constructor is a collective of all workers, except on one that joins a running training.
+    The constructor is a collective of the workers that start together. On a worker that joins a
+    running training, it receives the model from the others.
 
     Args:
         model: The model.
@@ -58,7 +60,7 @@ class Components:
             elastic.
         objects: The model, followed by the torch optimizers.
         device: Device of the trained parameters.
-        leased_samplers: Number of ``LeasedSampler`` objects of this training.
+        leased_sampler_count: Number of ``LeasedSampler`` objects of this training.
     """
 
     def __init__(
@@ -88,10 +90,10 @@ class Components:
         lines += describe(strategy, full, optimizers)
         self.joined = team.generation > 0  # the workers that start together have generation 0
         senders = team.replica_team if isinstance(strategy.averages(), Gradients) else team
-        opened = Wire(senders)  # an exact wire, until ``changes.join`` opens that of the others
+        opened = Wire(senders)  # exact; ``changes.join`` replaces it on a worker that joins
         with team.account.paused():
             if not self.joined:
-                require_consistency(team.everyone, lines)
+                require_same_setup(team.everyone, lines)
                 copy_rank_0(team, replica.everything())
                 opened = Wire(senders, wire)
         worker = self.worker = Worker(team, replica, optimizers, opened, non_finite)
@@ -105,7 +107,8 @@ class Components:
         self.iteration = Iteration(flow, worker, self._completed, node, ddp.wrappers)
         self.consensus = Consensus(worker, self.iteration, shards)
         self.state = WorkerState(
-            model, self.iteration, self.consensus, self.recorder, sharded=shards is not None
+            *(model, worker, self.iteration, self.consensus, self.recorder),
+            sharded=shards is not None,
         )
         self.membership_changes: MembershipChanges | None = None
         if not self.joined:
@@ -121,16 +124,16 @@ class Components:
         self.objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self.objects)
         team.host.register_totals(lambda: self.recorder.stats)
-        self.unfinished = UnfinishedWarning(self, team.everyone.rank)
+        self.end_warnings = EndWarnings(self, team.everyone.rank)
         if team.everyone.size == 1:
-            self.unfinished.cancel()
-        self.iteration.guard.on_failure = self.unfinished.cancel
-        self.leased_samplers = 0
+            self.end_warnings.cancel()
+        self.iteration.guard.on_failure = self.end_warnings.cancel
+        self.leased_sampler_count = 0
         self.recorder.restart()
         self.consensus.note_start()
 
     def _make_elastic(self, wire: Precision, lines: Sequence[str], min_workers: int) -> None:
-        """Let training continue when workers join or are lost. Receive the model if ``joined``.
+        """Let training continue when workers join or are lost. If ``joined``, receive the model.
 
         ``lines`` describe model and settings, and must be equal on all workers.
         """
@@ -159,16 +162,16 @@ class Components:
             self.hooks += hook_optimizer(each, self.iteration, factor, scaled=scaled)
 
     def _completed(self, synced: bool) -> None:
-        """Update the totals after an iteration. ``synced``: a mean has changed the model in it."""
+        """Update the totals after an iteration. ``synced``: True if a mean took effect in it."""
         self.recorder.count_step(synced=synced)
         self.consensus.note_parameters()
-        self.unfinished.steps += 1
+        self.end_warnings.steps += 1
 
     # -- end -------------------------------------------------------------------------------------
 
     def close(self, *, together: bool) -> None:
-        """Remove all hooks and close the connections. ``together`` as in ``Communicator.close``."""
-        self.unfinished.cancel()
+        """Remove all hooks and close the connections. ``together``: see ``Communicator.close``."""
+        self.end_warnings.cancel()
         self.iteration.close()
         for hook in self.hooks:
             hook.remove()

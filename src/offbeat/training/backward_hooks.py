@@ -84,6 +84,8 @@ class BackwardHooks:
 
     def _accumulated(self, parameter: Tensor, optimizer: int) -> None:
         """Count an accumulation into ``parameter.grad``, and report the buckets it completes."""
+        # A pass that failed does not report its end. Only this number shows that another has begun.
+        # The public register_multi_grad_hook() would need a second hook on each parameter.
         task = torch._C._current_graph_task_id()
         begins = task != self._task and not _inside_backward_of_function()
         if self._listener.accumulates:
@@ -115,6 +117,7 @@ class BackwardHooks:
             self._received.clear()
         self._task, self._running = task, True
         self._missing, self._next = list(self._sizes), 0
+        # DDP and FSDP use this function, too: there is no public hook on the end of backward.
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         # Callbacks run in the order in which they were queued. Queued again from a callback, this
         # one runs after those in which DDP and FSDP complete their gradients.

@@ -18,7 +18,7 @@ def clip_grad_norm(
     """Implement ``Synchronizer.clip_grad_norm_``."""
     optimizers = _chosen(iteration, worker, optimizer)
     for each in optimizers:
-        iteration.receive(each.index)
+        iteration.handle_gradients(each.index)
     squared = worker.squared_norm(g for each in optimizers for g in each.gradients())
     parameters = [p for each in optimizers for p in each.parameters if p.grad is not None]
     double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)

@@ -3,9 +3,8 @@
 The replacement is temporary (for an evaluation) or permanent (at the end of training). It begins
 with a *barrier*: all workers wait for each other.
 
-The argument ``also`` of several methods holds the tensors of further modules, such as a moving
-average (EMA) of the weights. The consensus averages all of their parameters, also frozen ones, with
-equal weights. It combines their buffers as those of the model.
+The argument ``also`` of several methods holds the tensors of further modules; see
+``training.further_modules``.
 
 ``offbeat.strategies.base`` explains the terms.
 """
@@ -15,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offbeat.averaging import Replica, Worker
-from offbeat.averaging.model_mean import ModelMean
+from offbeat.averaging.model_mean import copy_rank_0
 from offbeat.averaging.votes import ALSO, UNAVERAGED, Round
 from offbeat.errors import (
     AttachError,
@@ -28,15 +27,8 @@ from offbeat.errors import (
     MismatchError,
 )
 from offbeat.nodes.shards import Shards
-from offbeat.training.checks.comparison import (
-    compare_final,
-    compare_modules,
-    model_checksum,
-    warn_if_not_counted,
-)
-from offbeat.training.checks.compatibility import require_usable
-from offbeat.training.checks.consistency import copy_rank_0
-from offbeat.training.checks.unaveraged import Unaveraged
+from offbeat.training.checks.same_tensors import TensorComparison
+from offbeat.training.further_modules import agree_on_modules, average_modules
 from offbeat.training.iteration import Iteration
 
 T = TypeVar("T")
@@ -60,8 +52,7 @@ class Consensus:
         shards: Shards | None,
     ) -> None:
         self._worker, self._iteration, self._shards = worker, iteration, shards
-        self._unaveraged = Unaveraged(worker)
-        self._start = 0  # checksum of the model from which training starts
+        self._comparison = TensorComparison(worker)
         self.ended = False
         self.complete = True
         self._versions: list[int] = []  # see note_parameters
@@ -80,8 +71,7 @@ class Consensus:
 
     def note_start(self) -> None:
         """Handle a model from which training starts or continues, equal on all workers."""
-        self._start = model_checksum(self._worker)
-        self._unaveraged.note()
+        self._comparison.note_start()
         self.note_parameters()
 
     def note_parameters(self) -> None:
@@ -140,36 +130,6 @@ class Consensus:
 
     # -- consensus -------------------------------------------------------------------------------
 
-    def tensors_of(self, also: Sequence[nn.Module], what: str) -> Replica:
-        """Return the tensors of the modules ``also``. ``what`` names the caller, without ")".
-
-        The modules may share tensors with each other. A shared tensor is averaged once.
-
-        Raises:
-            TypeError: ``also`` is not a list of modules.
-            AttachError: a module shares tensors with the model, a tensor cannot be written in
-                place, or ``fully_shard`` has divided the model.
-        """
-        modules = [] if isinstance(also, nn.Module) else list(also)
-        if isinstance(also, nn.Module) or not all(isinstance(m, nn.Module) for m in modules):
-            got = type(also).__name__ + "".join(f" of {type(m).__name__}" for m in modules[:1])
-            raise TypeError(f"{what}also=…) takes a list of modules such as [ema], got a {got}")
-        if modules and self._shards is not None:
-            raise AttachError(
-                f"{what}also=…) with a model that fully_shard has divided: no worker holds the "
-                "modules whole; leave also out"
-            )
-        container = nn.ModuleList(modules)
-        require_usable(container)
-        tensors = Replica(container, container.parameters())
-        known = {id(t) for t in self._worker.replica.everything()}
-        if not known.isdisjoint(map(id, tensors.everything())):
-            raise AttachError(
-                f"{what}also=…): a module shares tensors with the model, which is averaged "
-                "already; give only modules with tensors of their own"
-            )
-        return tensors
-
     def _wait_for_all(self, call: str, also: Replica | None = None) -> Round:
         """Wait at a barrier until no worker takes a step. Returns the last round.
 
@@ -181,7 +141,7 @@ class Consensus:
         worker.call, worker.call_bits = call, 0
         if also is not None:
             worker.call_bits += ALSO * bool(also.everything())
-            worker.call_bits += UNAVERAGED * self._unaveraged.changed()
+            worker.call_bits += UNAVERAGED * self._comparison.has_changed()
         try:
             return self._iteration.wait_for_all()
         finally:
@@ -207,18 +167,24 @@ class Consensus:
         return self._retry(lambda: self._show(self._wait_for_all("consensus()", also), also))
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
-        averages_also = compare_modules(self._worker, last.wait(), also, finishing=finishing)
-        self._unaveraged.include(last.wait())
+        averages_also = self._compare(last, also, finishing=finishing)
         self.complete = not last.wait().is_in("finish()")
         local = self._worker.replica.snapshot(), also.snapshot()
         try:
-            self._average(last, final=False)
-            if averages_also:
-                self._average_also(also)
+            self._average(last, also if averages_also else None, final=False)
         except BaseException:
             self.restore(local, also)
             raise
         return local
+
+    def _compare(self, last: Round, also: Replica, *, finishing: bool) -> bool:
+        """Compare the tensors that a consensus may combine. Returns True if ``also`` is averaged.
+
+        ``last`` is the last round before the consensus; see ``agree_on_modules``.
+        """
+        averages_also = agree_on_modules(self._worker, last.wait(), also, finishing=finishing)
+        self._comparison.include(last.wait())
+        return averages_also
 
     def require_complete(self, what: str) -> None:
         """Raise CheckpointError in a consensus in which a worker takes part from ``finish``.
@@ -232,16 +198,12 @@ class Consensus:
                 "ends, or catch this error"
             )
 
-    def _average(self, last: Round, *, final: bool) -> None:
+    def _average(self, last: Round, also: Replica | None, *, final: bool) -> None:
+        """Replace the model and ``also`` by their means. A failure may leave ``also`` half done."""
         self._iteration.flow.consensus(last, final=final)
         copy_rank_0(self._worker.team, self._worker.replica.other_buffers())
-
-    def _average_also(self, also: Replica) -> None:
-        """Replace ``also`` by its mean. A failure may leave some tensors averaged."""
-        team = self._worker.team
-        if team.size > 1:
-            ModelMean(team, also).show(1.0, team.size, what="consensus of the modules in also")
-            copy_rank_0(team, also.other_buffers())
+        if also is not None:
+            average_modules(self._worker.team, also)
 
     def restore(self, local: Snapshot, also: Replica) -> None:
         """Replace the means by ``local``, the result of ``replace_by_mean(also)``."""
@@ -254,7 +216,6 @@ class Consensus:
 
     def finish(self, also: Replica) -> None:
         """Replace the model and ``also`` by the mean permanently. A collective."""
-        warn_if_not_counted(self._worker, self._start)
         local = also.snapshot()
         try:
             self._retry(lambda: self._finish(also, local))
@@ -274,14 +235,11 @@ class Consensus:
                 self.restore(self._show(last, also, finishing=True), also)
             last = self._wait_for_all("finish()", also)
         with team.account.paused():
-            averages_also = compare_modules(self._worker, last.wait(), also, finishing=True)
-            self._unaveraged.include(last.wait())
-        self._average(last, final=True)
-        if averages_also:
-            self._average_also(also)
+            averages_also = self._compare(last, also, finishing=True)
+        self._average(last, also if averages_also else None, final=True)
         self.ended = True
         # No worker may leave before all have the final mean. If a worker is lost before that, the
         # others of an elastic training compute the mean again in a new generation.
         lost = () if self._iteration.recover is not None else (CommunicationError,)
         with contextlib.suppress(*lost), team.account.paused():
-            compare_final(self._worker, self._iteration.flow.strategy)
+            self._comparison.compare_final(self._iteration.flow.strategy)

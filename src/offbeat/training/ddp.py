@@ -94,7 +94,8 @@ def _require_suppressible(wrapper: DistributedDataParallel, members: Sequence[in
             f"attach() trains it over ranks {_shown(members)}: give both the same group, and give "
             "node_group to average the gradients of each node in every step"
         )
-    # With these options DDP communicates even if the flags in _switch_off are False.
+    # With these options DDP communicates even if the flags in _switch_off are False. The
+    # attribute of the last one is private, and DDP has no public one.
     unsupported = {
         "static_graph": wrapper.static_graph,
         "mixed_precision": wrapper.mixed_precision is not None,

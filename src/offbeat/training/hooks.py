@@ -42,18 +42,22 @@ def hook_optimizer(
     """Call ``iteration.before_step`` before and ``iteration.complete`` after every optimizer step.
 
     ``factor`` changes the learning rates during the step. In a step with a closure, ``before_step``
-    is called after the closure. The hooks raise an AttachError if the optimizer does not call its
-    closure exactly once in a step. In the first step, they also raise it if the optimizer
-    communicates while the workers do not step together, or, unless ``scaled`` is set, if a
-    GradScaler takes the step. So does a step of an unknown optimizer of the same parameters.
+    is called after the closure.
+
+    A step raises AttachError in these cases:
+
+    - The optimizer does not call its closure exactly once.
+    - The first step communicates, although the workers do not step together.
+    - A GradScaler calls the first step, and ``scaled`` is False.
+    - An unknown optimizer steps the same parameters; see ``_require_known``.
     """
     optimizer, index = attached.optimizer, attached.index
     uncalled = False
-    first, collectives = True, -1  # the number at the begin of the first step
+    first, collectives = True, -1  # number of collectives when the first step began
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
         nonlocal uncalled, first, collectives
-        # A step may call the hooked step of its base class.
+        # A step may call the hooked step of its base class. Both are the same step.
         first = first and (collectives < 0 or iteration.in_step)
         if first and not scaled:
             _require_no_scaler()
@@ -126,9 +130,10 @@ def _watch_all_optimizers() -> None:
 def _require_known(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise AttachError if an unknown optimizer steps parameters that are averaged.
 
-    An attached optimizer may contain it, and it may contain an attached one. SAM (sharpness-aware
-    minimization) contains one that steps outside of ``SAM.step()`` if the training loop calls
-    ``first_step()`` and ``second_step()``, which must therefore be attached.
+    Attached optimizers and optimizers that contain one of them are known. During a step of an
+    attached optimizer, others may step, too. SAM (sharpness-aware minimization) contains another
+    optimizer. If the training loop calls ``first_step()`` and ``second_step()``, this one steps
+    outside of ``SAM.step()``, so it must be attached.
     """
     if optimizer in attached:
         return
@@ -200,7 +205,7 @@ class ScalerHooks:
     def _hooked_unscale(self, optimizer: Optimizer) -> None:
         index = self._iteration.index_of(optimizer)
         if index is not None:
-            self._iteration.receive(index)
+            self._iteration.handle_gradients(index)
             self._unscaled.add(optimizer)
         self._unscale(optimizer)
         if index is not None:

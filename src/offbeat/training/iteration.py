@@ -11,7 +11,6 @@ that runs the strategy.
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import Protocol
 
 from torch import Tensor
@@ -24,11 +23,8 @@ from offbeat.nodes.gradients import NodeMean
 from offbeat.nodes.shards import unsharded
 from offbeat.training.backward_hooks import BackwardHooks
 from offbeat.training.guard import Guard
+from offbeat.training.optimizer_gradients import NOT_HANDLED, OptimizerGradients
 
-# Functions without a Python frame, for every step:
-_parameters_of = operator.itemgetter("params")
-_trains = operator.attrgetter("requires_grad")
-_dtype_of = operator.attrgetter("dtype")
 _synchronizes = operator.attrgetter("require_backward_grad_sync")
 
 
@@ -77,27 +73,16 @@ class Iteration:
         self.active, self.in_step = True, False
         self.trained = {id(unsharded(p)) for _, p in worker.replica.parameters}
         self.guard = Guard()
-        self._host = worker.team.host
         self.recover: Recovery | None = None
         self._failure: CommunicationError | None = None  # raised during backward, handled later
         # Indices of optimizers in this iteration:
         self._prepared: set[int] = set()  # passed to the flow, but not complete yet
         self._stepped: set[int] = set()  # complete: stepped, or skipped their step
-        # A gradient of each optimizer whose gradients were averaged or measured, directly after it.
-        self._received: dict[int, Tensor | None] = {}
+        self._gradients = [OptimizerGradients(each) for each in worker.optimizers]
         self._computed = False  # True once the computation of this iteration is complete
         self._no_sync = 0  # number of ``no_sync`` contexts around the present code
         self._synced = False  # True if the workers synchronized before a step of this iteration
         self._skipped = True  # False once an optimizer has really stepped in this iteration
-        self._held: list[list[Tensor]] = [  # parameters of each optimizer
-            [*chain.from_iterable(map(_parameters_of, each.optimizer.param_groups))]
-            for each in worker.optimizers
-        ]
-        self._dtypes = [[*map(_dtype_of, held)] for held in self._held]
-        self._frozen = [p for held in self._held for p in held if not p.requires_grad]
-        self._smallest_first = [
-            sorted(map(unsharded, each.parameters), key=Tensor.numel) for each in worker.optimizers
-        ]
         self._forbidden = ""  # inside ``forbid_steps``: its argument, e.g. "consensus()"
         self._backward: BackwardHooks | None = None
 
@@ -132,7 +117,7 @@ class Iteration:
         """
         if not self._computed:
             with self.guard:  # a simulation may end here
-                self._host.computed(progress)
+                self._worker.team.host.computed(progress)
             self._computed = progress == 1
 
     def bucket_ready(self, bucket: int) -> None:
@@ -155,10 +140,10 @@ class Iteration:
     def backward_ended(self, received: set[int]) -> None:
         """Average or measure the gradients of the optimizers ``received``. May block."""
         # Without those that stepped in this pass, and removed their gradients.
-        received = {index for index in received if self._gradient(index) is not None}
+        received = {index for index in received if self._gradients[index].newest() is not None}
         # The pass of a generator also computes gradients of the discriminator, which has stepped.
         for index in sorted(received - self._stepped or received):
-            self._receive(index)
+            self._handle(index)
 
     # -- called by the hooks on the optimizers -----------------------------------------------
 
@@ -167,7 +152,7 @@ class Iteration:
         attached = self._worker.optimizers
         return next((each.index for each in attached if each.optimizer is optimizer), None)
 
-    def receive(self, index: int) -> None:
+    def handle_gradients(self, index: int) -> None:
         """Average or measure the gradients of optimizer ``index``, unless backward has done so.
 
         The training loop may have set them without ``backward()``. If gradients are neither
@@ -183,8 +168,10 @@ class Iteration:
                 "all gradients were computed inside the backward of a custom function, so they "
                 "were not averaged: give torch.utils.checkpoint use_reentrant=False"
             )
-        if not self.accumulates and (index not in self._received or self._replaced(index)):
-            self._receive(index)
+        gradients = self._gradients[index]
+        # They also differ if the loop has skipped a step, and computed the next gradients.
+        if not self.accumulates and gradients.handled is not gradients.newest():
+            self._handle(index)
 
     def unscaled(self, index: int) -> None:
         """Handle the gradients of optimizer ``index``, which a GradScaler has just unscaled."""
@@ -194,12 +181,12 @@ class Iteration:
     def before_step(self, index: int) -> None:
         """Pass the gradients of optimizer ``index`` to the flow, unless this was done. May block.
 
-        Raises AttachError inside ``no_sync``, or as ``receive`` does.
+        Raises AttachError inside ``no_sync``, or as ``handle_gradients`` does.
         """
         if not self.active:
             return
         if self._backward is not None:
-            self.receive(index)
+            self.handle_gradients(index)
         if self.accumulates:
             self.require_own_model("a training step")
             raise AttachError(
@@ -208,22 +195,22 @@ class Iteration:
             )
         if index not in self._prepared:
             if self._backward is None:
-                self._require_trainable(index)
+                self._gradients[index].require_trainable()
             self._prepare(index)
 
-    def _receive(self, index: int) -> None:
+    def _handle(self, index: int) -> None:
         """Average in the node, and pass the gradients on, at once or after they are unscaled.
 
         With a GradScaler, the workers of a node average the scaled gradients. All of them then
         detect the same overflow and skip the same steps.
         """
-        self._require_trainable(index)
+        self._gradients[index].require_trainable()
         self.computed(1.0)
         if self.node is not None:
             with self.guard:
                 self.node.average(index)
         if self._worker.scaled and not self.flow.replicates:
-            self._received[index] = self._gradient(index)
+            self._gradients[index].handled = self._gradients[index].newest()
         else:
             self._pass_on(index)
 
@@ -234,44 +221,7 @@ class Iteration:
         elif flow.measures:
             with self.guard:
                 flow.measure(self._worker.optimizers[index])
-        self._received[index] = self._gradient(index)
-
-    def _gradient(self, index: int) -> Tensor | None:
-        """Return the gradient tensor of the smallest parameter that has one."""
-        for parameter in self._smallest_first[index]:
-            if parameter.grad is not None:
-                return parameter.grad
-        return None
-
-    def _replaced(self, index: int) -> bool:
-        """Return True if the training loop has replaced the gradients since ``_receive``.
-
-        For example, it has skipped the step, and computed the next gradients.
-        """
-        return self._gradient(index) is not self._received.get(index)
-
-    def _require_trainable(self, index: int) -> None:
-        """Raise AttachError if a step of optimizer ``index`` would be wrong.
-
-        It has other parameters than at ``attach``, or a frozen parameter became trainable.
-        """
-        known, groups = self._held[index], self._worker.optimizers[index].optimizer.param_groups
-        held = [*chain.from_iterable(map(_parameters_of, groups))]
-        if len(held) != len(known) or not all(map(operator.is_, held, known)):
-            raise AttachError(
-                "parameters were added to the optimizer, removed or replaced after attach(): "
-                "detach() and attach again so that all workers agree on what is averaged"
-            )
-        if [*map(_dtype_of, held)] != self._dtypes[index]:
-            raise AttachError(
-                "parameters were converted to another dtype after attach(), so this worker would "
-                "send messages of another size than the others: convert the model before attach()"
-            )
-        if any(map(_trains, self._frozen)):
-            raise AttachError(
-                "parameters that were frozen at attach() no longer are, and would not be averaged: "
-                "detach() and attach again"
-            )
+        self._gradients[index].handled = self._gradients[index].newest()
 
     def _prepare(self, index: int) -> None:
         """Pass the gradients of optimizer ``index`` to the flow. May block."""
@@ -279,7 +229,7 @@ class Iteration:
         optimizer = worker.optimizers[index]
         with self.guard:
             if not self._computed:
-                self._host.computed(1.0)  # a simulation may end here
+                worker.team.host.computed(1.0)  # a simulation may end here
                 self._computed = True
             last = len({*self._stepped, *self._prepared, index}) == len(worker.optimizers)
             worker.step += last and not again
@@ -303,9 +253,7 @@ class Iteration:
                 self.recover.require_current_generation()
                 return self.flow.gradients_ready(optimizer, last=last and not again)
             except CommunicationError as error:
-                worker.step -= (
-                    last  # without this step, because the next generation begins before it
-                )
+                worker.step -= last  # the next generation begins before this step
                 skip = self.recover(error)
                 worker.step += last
             if skip:  # the optimizer does not change a parameter without gradient
@@ -327,7 +275,7 @@ class Iteration:
             if not skipped:
                 self._skipped = False
             self._prepared.discard(index)
-            self._received.pop(index, None)
+            self._gradients[index].handled = NOT_HANDLED
             self._stepped.add(index)
             if len(self._stepped) < len(worker.optimizers):
                 return
@@ -351,7 +299,7 @@ class Iteration:
     def begin_generation(self, flow: Flow) -> None:
         """Begin the next generation, in which ``flow`` runs the strategy."""
         self.flow = flow
-        self._failure, self._host = None, self._worker.team.host
+        self._failure = None
         self.watch_backward()
 
     @property

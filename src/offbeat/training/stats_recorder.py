@@ -11,8 +11,7 @@ class StatsRecorder:
     """Adds each step of a worker to its ``Stats`` and writes the step's record.
 
     The computing time of a step is the time since the end of the previous step, without the time
-    blocked in communication and without the time inside ``paused``. Pause the account, too, if you
-    communicate inside ``paused`` (``Account.paused``): a wait would otherwise be subtracted twice.
+    blocked in communication and without the time inside ``paused``.
 
     Attributes:
         stats: The totals. A checkpoint that is loaded replaces them.
@@ -36,10 +35,11 @@ class StatsRecorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time inside the context from computing time."""
+        """Count neither time nor bytes inside the context."""
         start = self._host.now()
         try:
-            yield
+            with self._account.paused():  # a wait would otherwise be subtracted twice
+                yield
         finally:
             self.exclude_time(self._host.now() - start)
 

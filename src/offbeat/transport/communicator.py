@@ -8,6 +8,7 @@ in the same order.
 
 import contextlib
 import copy
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol, Self, TypeVar, final
@@ -211,6 +212,14 @@ class Communicator(ABC):
         return [
             bytes(t.cpu().numpy().tobytes()[:n]) for t, n in zip(received, lengths, strict=True)
         ]
+
+    @final
+    def gather_values(self, value: Any, *, what: str) -> list[Any]:
+        """Return every worker's ``value``, which JSON can contain, in rank order.
+
+        A collective. Blocks.
+        """
+        return [*map(json.loads, self.gather_bytes(json.dumps(value).encode(), what=what))]
 
     @final
     def meet(self, *, what: str) -> None:

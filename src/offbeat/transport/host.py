@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 from typing_extensions import override
 
+from offbeat.errors import OffbeatError
+
 T = TypeVar("T")
 
 
@@ -94,6 +96,15 @@ class Host(ABC):
         """
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Raises OffbeatError if the operating system allows no further one."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        remedy = "Raise the limit on threads (ulimit -u, or that of the container)"
+        raise OffbeatError(f"{thread.name}: {error}. {remedy}") from None
+
+
 class ThreadHost(Host):
     """A host with the real clock and daemon threads."""
 
@@ -113,7 +124,7 @@ class ThreadHost(Host):
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=activity, name=what, daemon=True)
         self._threads.append(thread)
-        thread.start()
+        start_thread(thread)
 
     @override
     def promise(self) -> Promise[T]:

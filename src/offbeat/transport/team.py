@@ -35,11 +35,6 @@ class Node:
     inside: Communicator
     sharded: bool = False
 
-    def close(self, *, together: bool) -> None:
-        """Close both communicators; see ``Communicator.close``."""
-        self.inside.close(together=together)
-        self.everyone.close(together=together)
-
 
 class Team:
     """The workers that train together, as seen by one of them.
@@ -197,7 +192,8 @@ class Team:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
         self.communicator.close(together=together)
         if self.node is not None:
-            self.node.close(together=together)
+            self.node.inside.close(together=together)
+            self.node.everyone.close(together=together)
 
 
 def _numbers(values: Sequence[float], communicator: Communicator) -> torch.Tensor:

@@ -66,8 +66,6 @@ def require_no_simulator_options(job: Job, options: CompareOptions) -> None:
     """Raise ValueError if an option is set that only simulated workers have."""
     given = {
         "--latency": options.latency is not None,
-        "--inside": options.inside is not None,
-        "--inside-latency": options.inside_latency is not None,
         "--workers-per-node": job.workers_per_node > 1,
     }
     refuse("{} is for simulated workers; add --simulate, or leave it out", given)

@@ -5,9 +5,10 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -51,8 +52,15 @@ _MOST_SEEDS = 1000
 _MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed
 
 
-def compare(options: CompareOptions, job: Job) -> None:
-    """Train with one method, or with several under the same seeds; print and write the results."""
+def compare(**values: Any) -> None:
+    """Train with one method, or with several under the same seeds; print and write the results.
+
+    ``values`` are the options of the command line.
+    """
+    options = CompareOptions(**{one.name: values.pop(one.name) for one in fields(CompareOptions)})
+    for name in ("data", "log"):  # jobs are stored as JSON, which has no paths
+        values[name] = None if values[name] is None else str(values[name])
+    job = Job(**values)
     # Console scripts and `python -P` do not add the current directory, from which recipes and
     # strategies of the user may be imported. A file there does not replace an installed module.
     if "" not in sys.path and os.getcwd() not in sys.path:
@@ -215,8 +223,6 @@ def _virtual_cluster(job: Job, options: CompareOptions) -> VirtualCluster:
         (lambda rank, now: value_at(changes, rank, now, usual)) if changes else usual,
         latency=USUAL_LATENCY if options.latency is None else options.latency,
         workers_per_node=job.workers_per_node,
-        inside=options.inside,
-        inside_latency=options.inside_latency,
     )
     # Created before the slow measurement of the step time: the constructor finds mistakes.
     compute = planned_times(job, "1s" if options.step_time is None else options.step_time)

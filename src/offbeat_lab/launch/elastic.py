@@ -1,17 +1,12 @@
-"""Runs whose workers die and join: what the workers report, and the evaluations after the run.
+"""Evaluations of runs whose workers die and join.
 
 Such workers cannot evaluate together. Each of them keeps snapshots of its model, and this process
-evaluates the mean of the snapshots of each step after the run. Real workers keep them in files.
+evaluates the mean of the snapshots of each step after the run.
 """
 
-import itertools
-import json
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,48 +14,9 @@ from torch import Tensor
 from offbeat import Stats
 from offbeat.extend import Replica
 from offbeat_lab.evaluation import Snapshot, evaluate
-from offbeat_lab.events import End, Event, Waiting, stats_of
+from offbeat_lab.events import End, Event, Waiting
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
-
-
-class WorkerFiles:
-    """Snapshots and totals of one real worker, in files that are complete if it is killed.
-
-    Args:
-        folder: Folder for the files of all workers.
-        rank: Rank of the process.
-    """
-
-    def __init__(self, folder: str, rank: int) -> None:
-        self._path, self._numbers, self._longest = f"{folder}/{rank:04}", itertools.count(), 0
-        self._totals = os.open(f"{self._path}.totals", os.O_WRONLY | os.O_CREAT)
-
-    def keep(self, one: Snapshot) -> None:
-        """Write a snapshot."""
-        path = f"{self._path}-{next(self._numbers):06}"
-        torch.save(vars(one), path)
-        os.rename(path, f"{path}.snapshot")
-
-    def count(self, totals: dict[str, Any]) -> None:
-        """Replace the totals (``Stats.to_dict``).
-
-        They are one write, shorter than a memory page, so a kill cannot leave half of it.
-        """
-        text = json.dumps(totals).ljust(self._longest)
-        self._longest = len(text)
-        os.pwrite(self._totals, text.encode(), 0)
-
-
-def read_files(folder: str) -> tuple[list[Snapshot], list[Stats]]:
-    """Return all snapshots in ``folder``, and the totals of the processes that have some."""
-    snapshots = sorted(Path(folder).glob("*.snapshot"))
-    texts = [path.read_text() for path in sorted(Path(folder).glob("*.totals"))]
-    return (
-        # Mapped files take memory only while they are evaluated.
-        [Snapshot(**torch.load(path, weights_only=True, mmap=True)) for path in snapshots],
-        [stats_of(json.loads(text)) for text in texts if text],
-    )
 
 
 def evaluate_kept(

@@ -1,34 +1,36 @@
 """Runs a job on worker processes of this machine: starts, monitors and ends the processes."""
 
 import contextlib
+import io
 import math
 import multiprocessing
 import os
-import selectors
-import shutil
+import pickle
 import signal
 import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from operator import itemgetter
-from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from offbeat import OffbeatError
-from offbeat_lab.events import Event, Start, from_json
+import torch
+
+from offbeat import OffbeatError, Stats
+from offbeat_lab.evaluation import Snapshot
+from offbeat_lab.events import Event, Start, stats_of
 from offbeat_lab.job import Job
 from offbeat_lab.launch.cluster import Cluster, run_cleanup
-from offbeat_lab.launch.elastic import evaluate_kept, read_files
+from offbeat_lab.launch.elastic import evaluate_kept
 from offbeat_lab.launch.worker import WorkerProcess
 from offbeat_lab.scenario import Scenario
 
-_POLL_SECONDS = 0.05  # longest time until the end of a worker is noticed
-_GRACE_SECONDS = 8.0  # longest wait for the other workers' errors after one worker has failed
+_GRACE_SECONDS = 1.0  # after an error, which may be due to another worker that was killed
 _END_SECONDS = 10.0  # longest wait for the end of a killed worker
 _PRELOADED = ["offbeat.launcher.preloaded", "offbeat_lab.launch.worker"]
 """Modules that the fork server imports. The first one imports what otherwise takes each worker
@@ -67,31 +69,69 @@ def run_job(
         raise OffbeatError(
             "worker processes need Linux or macOS; on Windows use offbeat compare --simulate"
         )
-    scenario = Scenario.from_json(job.scenario)
-    processes = [*enumerate(scenario.processes(job.workers))]
-    with _temporary_folder() as folder:
-        read, write = multiprocessing.Pipe(duplex=False)
-        with read, write:
-            run = _Run(job, read, on_event, folder, cluster)
-            try:
-                for rank in range(job.workers):
-                    run.start(rank, write)
-                joins = [(p.start, partial(run.start, rank, write)) for rank, p in processes]
-                deaths = [(p.end, partial(run.end, rank)) for rank, p in processes]
-                run.wait([*changes, *joins[job.workers :], *deaths])
-            finally:
-                run_cleanup(run.kill)
-        if scenario.elastic:
-            evaluate_kept(job, *read_files(folder), on_event)
+    with tempfile.TemporaryDirectory(prefix="offbeat-") as folder:
+        run = _Run(job, on_event, folder, cluster)
+        try:
+            for rank in range(job.workers):
+                run.start(rank)
+            run.wait([*changes, *run.deaths_and_joins()])
+        finally:
+            run_cleanup(run.kill)
+    if run.elastic:
+        kept = [one for worker in run.workers for one in worker.snapshots]
+        stats = [worker.stats for worker in run.workers if worker.stats is not None]
+        evaluate_kept(job, kept, stats, on_event)
 
 
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="offbeat-")
-    try:
-        yield folder
-    finally:
-        run_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+@dataclass
+class _Worker:
+    """The process of a worker, and what it has sent.
+
+    Attributes:
+        process: The process.
+        pipe: Read end of the pipe of its messages; see ``WorkerProcess.run``.
+        ended: True if it was killed as its scenario says.
+        error: Its error. Empty: none.
+        failed_at: Time at which the error has arrived.
+        stats: Its totals so far, if workers die and join.
+        snapshots: Its snapshots, if workers die and join.
+    """
+
+    process: BaseProcess
+    pipe: connection.Connection
+    ended: bool = False
+    error: str = ""
+    failed_at: float = math.inf
+    stats: Stats | None = None
+    snapshots: list[Snapshot] = field(default_factory=list)
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, 0 if the worker was ended. None: it runs."""
+        status = self.process.exitcode
+        return status if status is None or not self.ended else 0
+
+    def read(self) -> Iterator[Event]:
+        """Store the messages that have arrived, and yield those that are events. Never blocks."""
+        with contextlib.suppress(EOFError):
+            while self.pipe.poll():
+                match message := pickle.loads(self.pipe.recv_bytes()):
+                    case str():
+                        self.error, self.failed_at = message, time.monotonic()
+                    case dict():
+                        self.stats = stats_of(message)
+                    case bytes():
+                        values = torch.load(io.BytesIO(message), weights_only=True)
+                        self.snapshots.append(Snapshot(**values))
+                    case _:
+                        yield message
+
+    def kill(self) -> None:
+        """Kill the process, and those that it has started."""
+        assert self.process.pid is not None
+        for kill in (os.killpg, os.kill):  # a new process may not be in its group yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(self.process.pid, signal.SIGKILL)
 
 
 class _Run:
@@ -99,121 +139,116 @@ class _Run:
 
     Args:
         job: The run.
-        events: Read end of the pipe to which rank 0 writes its events.
         on_event: Function that receives the events.
         folder: Folder for the files of the workers.
         cluster: Emulated network. None: use the loopback interface.
+
+    Attributes:
+        workers: The workers that were started, by rank.
+        elastic: True if workers die and join.
     """
 
     def __init__(
-        self,
-        job: Job,
-        events: Connection,
-        on_event: Callable[[Event], None],
-        folder: str,
-        cluster: Cluster | None,
+        self, job: Job, on_event: Callable[[Event], None], folder: str, cluster: Cluster | None
     ) -> None:
-        self.job, self.folder = job, folder
-        self._events, self._on_event, self._cluster = events.fileno(), on_event, cluster
-        self._workers: list[BaseProcess] = []
-        self._ended: set[int] = set()  # ranks of the workers that ``end`` has killed
-        self._buffer = b""
+        self._job, self._on_event, self._folder, self._cluster = job, on_event, folder, cluster
         scenario = Scenario.from_json(job.scenario)
-        self._elastic, self._processes = scenario.elastic, scenario.processes(job.workers)
-        os.set_blocking(self._events, False)
+        self.elastic, self._processes = scenario.elastic, scenario.processes(job.workers)
+        self.workers: list[_Worker] = []
 
-    def start(self, rank: int, events: Connection) -> None:
+    def start(self, rank: int) -> None:
         """Start the worker with the next rank, on the cluster if there is one.
 
-        The worker that has rank 0 in the training writes to ``events``. If workers die and join,
-        they gather at a store in a file, and after a death another one may have this rank.
+        If workers die and join, they gather at a store in a file.
         """
         cluster, variables = self._cluster, {}
-        if self._elastic:
+        if self.elastic:
             variables = {
-                "OFFBEAT_STORE": f"file://{self.folder}/store",
-                "OFFBEAT_WORKERS": str(self.job.workers),
+                "OFFBEAT_STORE": f"file://{self._folder}/store",
+                "OFFBEAT_WORKERS": str(self._job.workers),
             }
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         interface = loopback if cluster is None else cluster.interface
         worker = WorkerProcess(
-            self.job,
+            self._job,
             rank,
-            self.folder,
-            elastic=self._elastic,
+            self._folder,
+            elastic=self.elastic,
             node=None if cluster is None else cluster.node(self._processes[rank].worker),
             environment={**os.environ, **variables, "GLOO_SOCKET_IFNAME": interface},
-            events=events,
         )
-        Path(worker.errors).touch()
-        self._workers.append(_start(worker))
+        self.workers.append(_start(worker))
 
-    def end(self, rank: int) -> None:
+    def deaths_and_joins(self) -> Iterator[Change]:
+        """Yield the changes of the job's scenario."""
+        for rank, process in enumerate(self._processes):
+            if rank >= self._job.workers:
+                yield process.start, partial(self.start, rank)
+            if process.end < math.inf:
+                yield process.end, partial(self._end, rank)
+
+    def _end(self, rank: int) -> None:
         """Kill a worker, whose end is then not a failure."""
-        if self._workers[rank].exitcode is None:
-            self._ended.add(rank)
-            _kill(self._workers[rank])
-
-    def _poll(self) -> list[int | None]:
-        """Return the exit status of each worker, 0 if ``end`` has killed it. None: it runs."""
-        statuses = [worker.exitcode for worker in self._workers]
-        return [0 if s is not None and r in self._ended else s for r, s in enumerate(statuses)]
-
-    def _read(self) -> list[bytes]:
-        """Return the complete lines that have arrived. Never blocks."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._events, 1 << 16):
-                self._buffer += chunk
-        *lines, self._buffer = self._buffer.split(b"\n")
-        return lines
+        worker = self.workers[rank]
+        if worker.process.exitcode is None:
+            worker.ended = True
+            worker.kill()
 
     def wait(self, changes: Sequence[Change]) -> None:
-        """Pass on events until all workers have ended or, after a failure, for at most 8 s.
+        """Pass on events until all workers have ended or, after a failure, for at most 1 s.
 
         Raises WorkerError if a worker failed, and the error of a change.
         """
-        deadline: float | None = None
-        due, start = sorted(changes, key=itemgetter(0)), math.inf
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._events, selectors.EVENT_READ)
-            while True:
-                # Poll before reading: all lines of a worker that has ended here are read below.
-                statuses = self._poll()
-                left = start + due[0][0] - time.monotonic() if due else _POLL_SECONDS
-                selector.select(timeout=max(0.0, min(left, _POLL_SECONDS)))
-                for line in self._read():
-                    event = from_json(line)
-                    if isinstance(event, Start):
-                        start = time.monotonic()
-                    self._on_event(event)
-                while due and time.monotonic() >= start + due[0][0]:
-                    due.pop(0)[1]()
-                if all(status == 0 for status in statuses):
-                    return
-                if any(statuses):
-                    deadline = deadline or time.monotonic() + _GRACE_SECONDS
-                    killed = any(status is not None and status < 0 for status in statuses)
-                    if killed or None not in statuses or time.monotonic() > deadline:
-                        raise _failure(statuses, Path(self.folder))
+        due, start, deadline = sorted(changes, key=itemgetter(0)), math.inf, math.inf
+        while True:
+            # Before reading: all messages of a worker that has ended here are read below.
+            statuses = {rank: worker.status for rank, worker in enumerate(self.workers)}
+            for event in (event for worker in self.workers for event in worker.read()):
+                if isinstance(event, Start):
+                    start = time.monotonic()
+                self._on_event(event)
+            while due and time.monotonic() >= start + due[0][0]:
+                due.pop(0)[1]()
+            if all(status == 0 for status in statuses.values()):
+                return
+            if any(statuses.values()):
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                killed = any(status is not None and status < 0 for status in statuses.values())
+                if killed or None not in statuses.values() or time.monotonic() >= deadline:
+                    raise self._failure(statuses)
+            until = min(deadline, start + due[0][0] if due else math.inf)
+            left = None if until == math.inf else max(0.0, until - time.monotonic())
+            running = [w for rank, w in enumerate(self.workers) if statuses.get(rank) is None]
+            ends = [worker.process.sentinel for worker in running]
+            connection.wait([*ends, *(worker.pipe for worker in running)], left)
+
+    def _failure(self, statuses: Mapping[int, int | None]) -> WorkerError:
+        """Return the error of a worker that was killed, or else of the one that failed first."""
+        for rank, status in statuses.items():
+            if status is not None and status < 0:
+                return WorkerError(f"worker {rank} was ended by {signal.Signals(-status).name}")
+        failed = [rank for rank in statuses if statuses[rank] or self.workers[rank].error]
+        first = min(failed, key=lambda rank: self.workers[rank].failed_at)
+        error = self.workers[first].error or f"exit status {statuses[first]}"
+        return WorkerError(f"worker {first} failed: {error}")
 
     def kill(self) -> None:
         """Kill the workers that still run, and wait until all have ended."""
-        for worker in self._workers:
-            _kill(worker)
-        for worker in self._workers:
-            worker.join(_END_SECONDS)
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            worker.process.join(_END_SECONDS)
+            worker.pipe.close()
 
 
-def _start(worker: WorkerProcess) -> BaseProcess:
+def _start(worker: WorkerProcess) -> _Worker:
     """Start the process of a worker. On Linux it is a fork of a process that has imported torch."""
-    name = f"rank{worker.rank}"
-    process: BaseProcess
-    if sys.platform == "linux":
-        forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(_PRELOADED)
-        process = forks.Process(target=worker.run, name=name)
-    else:
-        process = multiprocessing.get_context("spawn").Process(target=worker.run, name=name)
+    read, write = multiprocessing.Pipe(duplex=False)
+    forks = sys.platform == "linux"
+    context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload(_PRELOADED)
+    process = context.Process(target=worker.run, args=(write,), name=f"rank{worker.rank}")
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")  # otherwise the worker would import it
     try:
@@ -222,30 +257,5 @@ def _start(worker: WorkerProcess) -> BaseProcess:
         raise OffbeatError("the process that starts workers has ended") from None
     finally:
         sys.modules["__main__"] = main
-    return process
-
-
-def _kill(worker: BaseProcess) -> None:
-    assert worker.pid is not None
-    for kill in (os.killpg, os.kill):  # a new process may not be in its group yet
-        with contextlib.suppress(ProcessLookupError):
-            kill(worker.pid, signal.SIGKILL)
-
-
-def _failure(statuses: list[int | None], folder: Path) -> WorkerError:
-    """Return the error of a worker that was killed, or else of the failed worker of lowest rank.
-
-    The text for a killed worker is the signal. Otherwise it is the last line on standard error that
-    begins with "error: ", which ``train.main`` writes (other code may write further lines).
-    Without such a line it is the last line of all, or the exit status.
-    """
-    for rank, status in enumerate(statuses):
-        if status is not None and status < 0:
-            return WorkerError(f"worker {rank} was ended by {signal.Signals(-status).name}")
-    for rank, status in enumerate(statuses):
-        if status:
-            lines = (folder / f"stderr{rank}").read_text(errors="replace").strip().splitlines()
-            errors = [line for line in lines if line.startswith("error: ")] or lines
-            last = errors[-1].removeprefix("error: ") if errors else f"exit status {status}"
-            return WorkerError(f"worker {rank} failed: {last}")
-    return WorkerError("a worker failed")
+        write.close()
+    return _Worker(process, read)

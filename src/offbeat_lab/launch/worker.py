@@ -1,26 +1,29 @@
 """The process of one worker of a run on this machine."""
 
-import logging
+import io
 import multiprocessing
 import os
+import pickle
 import signal
-import sys
 import threading
-import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from offbeat import OffbeatError
-from offbeat_lab.events import Event, to_json
+from offbeat_lab.evaluation import Snapshot
 from offbeat_lab.job import Job
 from offbeat_lab.launch.cluster import enter_namespace
 from offbeat_lab.launch.cores import share_cores
-from offbeat_lab.launch.elastic import WorkerFiles
 from offbeat_lab.train import Worker
+
+_EXPECTED = (OffbeatError, ValueError, TypeError, OSError, ImportError)
+"""Errors whose text suffices."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,6 @@ class WorkerProcess:
         node: Name of the network namespace in which the process runs. None: that of its parent.
         environment: Environment. Variables that libraries read when they are imported, such as
             ``OMP_NUM_THREADS``, have no effect, because the fork server has imported them.
-        events: Pipe to which the process writes its events as lines of JSON. None: nowhere.
     """
 
     job: Job
@@ -44,30 +46,26 @@ class WorkerProcess:
     elastic: bool
     node: str | None
     environment: Mapping[str, str]
-    events: Connection | None
 
-    @property
-    def errors(self) -> str:
-        """Path of the file for standard output and error."""
-        return f"{self.folder}/stderr{self.rank}"
-
-    def run(self) -> None:
+    def run(self, pipe: Connection) -> None:
         """Run the worker in this new process. Never returns.
 
-        An expected error is written as one line to standard error, and the exit status is 1.
+        It sends messages through the pipe, each of which is a pickled object: an event; bytes, a
+        snapshot; a dictionary, its totals so far (``Stats.to_dict``); or a text, the error of a
+        worker that fails. The exit status is then 1.
         """
+
+        def send(message: Any) -> None:
+            pipe.send_bytes(pickle.dumps(message))
+
         self._set_up_process()
         status = 0
         try:
-            self._train()
-        except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
-            sys.stderr.write(f"error: {error}\n")
+            self._train(send)
+        except BaseException as error:
+            text = "" if isinstance(error, _EXPECTED) else f"{type(error).__name__}: "
+            send(f"{text}{error}")
             status = 1
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)  # a normal exit runs gloo's destructors, which wait for ended workers
 
     def _set_up_process(self) -> None:
@@ -80,18 +78,15 @@ class WorkerProcess:
         multiprocessing.set_start_method(None, force=True)
         os.environ.clear()
         os.environ.update(self.environment)
-        # What other code prints goes to the same file, such as the lines in which gloo of torch 2.9
-        # reports its connections.
-        with open(self.errors, "ab") as errors:
-            os.dup2(errors.fileno(), 1)
-            os.dup2(errors.fileno(), 2)
-        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
+        # Other code prints, such as gloo of torch 2.9, which reports its connections.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
 
-    def _train(self) -> None:
+    def _train(self, send: Callable[[Any], None]) -> None:
         job, rank = self.job, self.rank
         if self.node is not None:
             enter_namespace(self.node)
-        files = WorkerFiles(self.folder, rank) if self.elastic else None
         # Elastic workers each have a default process group of their own.
         path = f"{self.folder}/rendezvous{rank if self.elastic else ''}"
         size = 1 if self.elastic else job.workers
@@ -103,13 +98,14 @@ class WorkerProcess:
             timeout=timedelta(seconds=job.timeout_seconds),
         )
         share_cores(job.workers, rank)
-        keep, count = (None, None) if files is None else (files.keep, files.count)
-        Worker(job, self._emit, rank=rank, keep=keep, count=count).run()
 
-    def _emit(self, event: Event) -> None:
-        if self.events is not None:
-            # Several elastic workers share the pipe. A line is one write, which is not divided.
-            os.write(self.events.fileno(), f"{to_json(event)}\n".encode())
+        def keep(snapshot: Snapshot) -> None:
+            buffer = io.BytesIO()
+            torch.save(vars(snapshot), buffer)
+            send(buffer.getvalue())
+
+        elastic: dict[str, Any] = {"keep": keep, "count": send} if self.elastic else {}
+        Worker(job, send, rank=rank, **elastic).run()
 
 
 def _end_with_parent() -> None:

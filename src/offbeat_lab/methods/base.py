@@ -16,14 +16,13 @@ from typing_extensions import override
 from offbeat import Stats, Strategy, Synchronizer
 from offbeat.extend import clock_of, snapshot_of
 from offbeat_lab.recipes import Task
-from offbeat_lab.timing.time_limit import Clock
 
 
 class Method(ABC):
     """Trains the model of a task on one worker, batch by batch."""
 
-    limited_clock: ClassVar[Clock] = "largest"
-    """The clock to which ``Job.max_seconds`` applies. "own" requires that workers may end early."""
+    ends_alone: ClassVar[bool] = False
+    """True if a worker may end before the others, when its clock has reached the time limit."""
 
     loss: Tensor | None = None
     """Loss of the last batch on this worker. None: before the first batch, or not known."""
@@ -81,7 +80,7 @@ class Attached(Method):
             processes of a machine have the same clock.
     """
 
-    limited_clock: ClassVar[Clock] = "own"
+    ends_alone: ClassVar[bool] = True
 
     def __init__(self, task: Task, sync: Synchronizer) -> None:
         self._task, self.sync = task, sync

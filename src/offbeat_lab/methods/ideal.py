@@ -18,7 +18,6 @@ from offbeat_lab.recipes import Task
 from offbeat_lab.scenario import Process
 from offbeat_lab.timing.padding import PaddedLoss
 from offbeat_lab.timing.step_time import LocalTraining
-from offbeat_lab.timing.time_limit import Clock
 
 IDEAL = "ideal"
 
@@ -72,7 +71,7 @@ class _Timed(Attached):
     measures the step time on real processes.
     """
 
-    limited_clock: ClassVar[Clock] = "mean"
+    ends_alone: ClassVar[bool] = False
 
     def __init__(
         self,

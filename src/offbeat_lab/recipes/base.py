@@ -20,10 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from offbeat.extend import require_integer
-from offbeat_lab.options import OptimizerName
 from offbeat_lab.recipes.datasets import Samples, as_samples
 from offbeat_lab.recipes.held_out import HeldOut
-from offbeat_lab.recipes.optimizers import with_optimizer
 
 _MAX_STEPS = 10**9
 Schedule = Callable[[Optimizer, int], LRScheduler]
@@ -39,15 +37,12 @@ class Setup:
         epochs: Number of passes over the training set, by all workers together.
         seed: Seed of all random choices, equal on all workers, so that they build the same model.
         data: Path of the data set's files, given by ``--data``. None: not given.
-        optimizer: Optimizer in place of the recipe's, given by ``--optimizer``. None: the recipe's.
-            ``Task.complete`` replaces it.
     """
 
     workers: int
     epochs: float
     seed: int = 0
     data: Path | None = None
-    optimizer: OptimizerName | None = None
 
 
 @dataclass
@@ -104,19 +99,11 @@ class Task:
         return as_samples(self.dataset)
 
     def complete(self, setup: Setup) -> None:
-        """Compute ``steps`` if it is 0, and create the optimizer of ``setup`` and the scheduler.
+        """Compute ``steps`` if it is 0, and create the scheduler.
 
         A second call changes nothing.
         """
         self.steps = self.steps or steps_for(setup, len(self.samples), self.batch_size)
-        if setup.optimizer is not None:
-            own = self.optimizer
-            self.optimizer = with_optimizer(setup.optimizer, self.model, own)
-            if self.optimizer is not own and isinstance(self.scheduler, LRScheduler):
-                raise ValueError(
-                    f"optimizer {setup.optimizer}: the recipe's scheduler belongs to its own "
-                    "optimizer; give Task a function (optimizer, number of steps) → scheduler"
-                )
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
             self.scheduler = self.scheduler(self.optimizer, self.steps)
 

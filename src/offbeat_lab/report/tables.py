@@ -43,7 +43,6 @@ SHARE_MEANS = (
 NOT_TRAINED = "Runs that did not train"
 """Start of the note that explains the marks of such runs."""
 _SHOWN_LATE = 0.01  # smallest share of late steps that has a note
-_UNEQUAL, _IDLE = 1.5, 0.2  # least ratio of step times and least waiting with a note on leases
 
 
 def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
@@ -166,23 +165,6 @@ def notes(results: Sequence[Result]) -> list[str]:
         [f"{NOT_TRAINED}: {', '.join(meanings)}. Try a smaller --lr-scale."] * bool(meanings)
         + [SHARE_MEANS] * has_ideal(results)
         + [f"Steps that took longer to compute than --step-time: {', '.join(late)}."] * bool(late)
-        + [hint for hint in map(_lease_hint, results) if hint][:1]
-    )
-
-
-def _lease_hint(run: Result) -> str:
-    """Return a sentence on leased data if workers wait for a slower one, or ""."""
-    if run.job.partition is not None or run.is_ideal or run.idle is None or run.idle < _IDLE:
-        return ""
-    seconds = [each.compute_seconds / max(1, each.steps) for each in run.stats]
-    ratio = max(seconds) / min(seconds) if min(seconds) > 0 else 0.0
-    if ratio < _UNEQUAL:
-        return ""
-    return (
-        f"Worker {seconds.index(max(seconds))} takes {ratio:.1f} times as long per step as worker "
-        f"{seconds.index(min(seconds))}, and under {run.label} the workers wait for "
-        f"{100 * run.idle:.0f} % of the time: with --partition leased (LeasedSampler) faster "
-        "workers take more of the data."
     )
 
 

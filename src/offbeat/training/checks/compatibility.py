@@ -10,14 +10,13 @@ names a remedy. What a strategy supports depends on the result of its method ``a
 - ``CustomFlow``: the strategy has its own communication code, as the baselines have.
 """
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from offbeat.arguments import POSITIVE, require_choice, require_number
+from offbeat.arguments import Range, require_choice, require_number
 from offbeat.averaging import NonFinite
 from offbeat.averaging.replica import local_tensors
 from offbeat.errors import AttachError
@@ -25,7 +24,7 @@ from offbeat.nodes.shards import is_sharded
 from offbeat.quantization.wire import Precision, require_precision
 from offbeat.strategies.base import CustomFlow, GlobalModel, Gradients, Strategy
 
-_LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
+_TIMEOUT = Range(least=0.001, most=31_536_000, hint="seconds: from a millisecond to a year")
 _DIVIDED = (
     "every worker must hold the whole model, or its node with node_group and fully_shard; attach "
     "it without FSDP and without tensor parallelism"
@@ -93,16 +92,8 @@ def require_abilities(
 
 
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
-    """Raise unless ``seconds`` can be the time-out of an operation: 1 ms to 365 days.
-
-    Some backends do not accept a longer time-out.
-    """
-    require_number(name, seconds)
-    if _YEAR_SECONDS < seconds < math.inf:
-        raise ValueError(f"{name} must be at most {_YEAR_SECONDS}, a year, got {seconds}")
-    require_number(name, seconds, POSITIVE)
-    if seconds < _LEAST_SECONDS:
-        raise ValueError(f"{name} must be at least {_LEAST_SECONDS}, got {seconds}")
+    """Raise unless ``seconds`` can be the time-out of an operation: some backends need a limit."""
+    require_number(name, seconds, _TIMEOUT)
 
 
 # -- the model -------------------------------------------------------------------------------------

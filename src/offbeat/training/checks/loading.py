@@ -1,6 +1,6 @@
-"""Refuses ``load_state_dict`` on an attached model, outside a consensus.
+"""Refuses ``load_state_dict`` on an attached model, except inside ``consensus()``.
 
-A strategy may store the global model, and would undo values that are loaded into the local model.
+A strategy may store the global model. It would overwrite values loaded into the local model.
 Frozen modules can be loaded, for example the target network of a DQN.
 """
 
@@ -27,15 +27,15 @@ class _Hook:
             iteration.require_replaceable()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Hooks are copied and pickled with their module. ``__exit__`` takes any arguments, returns
-        # None, and can be unpickled without Offbeat.
+        # Modules are copied and pickled with their hooks. This hook becomes ``__exit__`` of a
+        # ``nullcontext``, which accepts any arguments, does nothing, and needs no Offbeat to load.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def refuse_loading(model: nn.Module, iteration: Iteration) -> list[RemovableHandle]:
-    """Refuse to load values into ``model`` or one of its modules, before any value has changed.
+    """Make ``load_state_dict`` of ``model`` and its modules raise before it changes any value.
 
-    Removing the returned hooks allows it again.
+    Removing the returned hooks allows loading again.
     """
     return [
         module.register_load_state_dict_pre_hook(_Hook(iteration))

@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from offbeat.transport.host import start_thread
+
 T = TypeVar("T")
 _YIELD_SECONDS = 0.05  # pause at exit for gloo's threads
 _EXIT_SECONDS = 3.0  # longest time for which Python waits at exit for all abandoned threads
@@ -58,7 +60,7 @@ def call_in_thread(
             ended.set()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
+    start_thread(thread)
     try:
         while not ended.wait(interval_seconds):
             poll()

@@ -1,18 +1,17 @@
-"""Comparison of models and optimizers between the workers, and copies from rank 0."""
+"""Compares settings and shapes between the workers before training, and copies from rank 0.
+
+``same_tensors`` compares values, at a consensus and at the end.
+"""
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from offbeat.averaging import AttachedOptimizer
-from offbeat.averaging.flat import make_flats
 from offbeat.averaging.replica import Replica
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import GlobalModel, Strategy
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.team import Team
 
 PROTOCOL = 4
 """Version of the messages between workers. A release that changes messages increases it."""
@@ -45,7 +44,7 @@ def describe(
     return lines
 
 
-def require_consistency(communicator: Communicator, lines: Sequence[str]) -> None:
+def require_same_setup(communicator: Communicator, lines: Sequence[str]) -> None:
     """Compare ``lines`` between the workers. A collective.
 
     Texts are exchanged only if their hashes differ.
@@ -90,16 +89,3 @@ def first_difference(lines: Sequence[str], reference: Sequence[str]) -> tuple[st
     """Return the first line that differs, and that of the reference. None: all are equal."""
     pairs = itertools.zip_longest(lines, reference, fillvalue="nothing more")
     return next((pair for pair in pairs if pair[0] != pair[1]), None)
-
-
-def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
-    """Copy rank 0's values of ``tensors`` to all workers, in place. A collective."""
-    if team.everyone.size == 1:
-        return
-    communicator = team.replica_team.communicator
-    what = "copy of rank 0's model"
-    for flat in make_flats(tensors):
-        for start, stop in flat.ranges():
-            values = communicator.broadcast(flat.copy(start, stop), what=what).wait()
-            if communicator.rank:
-                flat.write(start, values)
