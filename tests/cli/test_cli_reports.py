@@ -11,6 +11,7 @@ from cli.commands import Call
 SAVED = Path(__file__).parents[1] / "lab" / "results.jsonl"
 TRIAL = json.loads(SAVED.read_text(encoding="utf-8").splitlines()[0])
 TRIAL["trial"] = {"method": "bsp", "budget": 3}
+INCOMPLETE = {name: value for name, value in TRIAL.items() if name != "target"}
 SHORT = ("--workers", "2", "--max-steps", "2", "--evaluations", "2")
 VIRTUAL = ("--simulate", "--step-time", "20ms", "--bandwidth", "200mbit", "--slow", "1=2")
 
@@ -74,7 +75,7 @@ def test_a_page_is_made_of_older_results(call: Call, tmp_path: Path) -> None:
     [
         ("", "results.jsonl holds no result of a comparison"),
         (json.dumps(TRIAL), "results.jsonl holds no result of a comparison"),
-        ('{"a": 1}\n', "results.jsonl, line 1, is not a result: KeyError: 'job'"),
+        (json.dumps(INCOMPLETE), "results.jsonl, line 1, is not a result: KeyError: 'target'"),
         (None, "results.jsonl, which does not exist"),
     ],
 )

@@ -91,6 +91,12 @@ def test_evaluations_have_the_times_of_the_training(used: dict[int, list[float]]
     assert result.seconds < 1.6 * ideal.seconds
 
 
+def test_equal_runs_have_equal_results() -> None:
+    first, second = (run(JOB, jitter=0.3)[0] for _ in range(2))
+    assert first.points == second.points
+    assert first.stats == second.stats
+
+
 def test_workers_may_join_after_the_end_and_rank_0_may_die(used: dict[int, list[float]]) -> None:
     events = (ScenarioEvent(0.2, worker=0, alive=False), ScenarioEvent(9.0, worker=4, alive=True))
     result, _ = run(replace(JOB, scenario=str(Scenario(events))))

@@ -13,6 +13,7 @@ import pytest
 from lab.test_report import make
 from offbeat import Stats
 from offbeat.errors import OffbeatError
+from offbeat_lab import report
 from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.compare import compare
 from offbeat_lab.events import End, Evaluation, Event, Start
@@ -28,6 +29,7 @@ from offbeat_lab.tuning import (
     tune,
     tuning_seed,
     untuned,
+    without_trials,
 )
 
 JOB = Job("digits", "bsp", 2)
@@ -286,6 +288,40 @@ def test_interrupted_tuning_continues(tmp_path: Path) -> None:
     assert [one.job for one in whole[4:]] == rest.jobs
     with pytest.raises(ValueError, match=r"line 1, is of another .* tune=3 and not 4: name "):
         tuned(Best(), tmp_path, tune=4)
+
+
+def test_the_report_has_the_choices_and_no_trials(tmp_path: Path) -> None:
+    """The tuned ideal is the reference, even if the file began with another run of it."""
+    untuned_ideal = Best()
+    compare(
+        *(JOB, ("ideal",)),
+        runner=untuned_ideal,
+        output=tmp_path,
+        on_start=lambda job: None,
+        on_event=lambda event: None,
+    )
+    results = tuned(Best(), tmp_path, seeds=1)
+    table = report.tuning(results)
+    assert table is not None
+    assert table.caption.startswith("Settings chosen with at most 3 trials per method and the seed")
+    fixed = "bsp --lr-scale 1 --wire int8"
+    ended = "budget ended before: wire, period, lr_scale"
+    assert table.rows == (
+        ("ideal", "ideal --lr-scale 2", "3", "2.0 s", "complete"),
+        ("local", "local:period=2 --lr-scale 2 --wire int4", "3", "2.0 s", ended),
+        (fixed, "bsp --wire int8", "1", "never, ends at 0.8", "complete"),
+    )
+    runs = without_trials(results)
+    assert [one.label for one in runs[:2]] == ["ideal --lr-scale 2", "ideal"]
+    assert report.tuning(runs) is None
+    text = report.markdown(results)
+    assert table.markdown() in text
+    assert report.table(runs).markdown() in text
+    assert "lr-scale 4" not in text
+    page = report.page(results)
+    assert ended in page
+    assert "lr-scale 4" not in page
+    assert str(SEED) not in page.replace(table.caption, "")
 
 
 def test_a_choice_is_complete_if_all_its_neighbours_were_tried() -> None:

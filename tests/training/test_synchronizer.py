@@ -254,6 +254,25 @@ def test_changes_between_steps_are_averaged(text: str) -> None:
         close(end, second, 1e-9)  # although the consensus has restored the local models
 
 
+def clipped_weights(rank: int, size: int) -> Tensor:
+    """Rank 1 takes two steps more than rank 0. All clip their weights after each step."""
+    model, optimizer, sync = start(0, "bsp")
+    for step in range(3 + 2 * rank):
+        train_step(model, optimizer, make_batch(rank, step))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-1, 1)
+    with sync.consensus():
+        seen = flat(model)
+    sync.finish()
+    return seen
+
+
+def test_bsp_shows_the_newest_model_although_weights_were_clipped() -> None:
+    first, second = run(clipped_weights, workers=2)
+    assert torch.equal(first, second)
+
+
 def projected(rank: int, size: int, text: str) -> tuple[float, float]:
     """Return how far the mean exceeds the bound of the local models, inside and at the end."""
     model, optimizer, sync = start(0, text)
