@@ -1,10 +1,10 @@
 """SelSync, Figure 7 and the price of its order: which samples the workers read, under BSP.
 
 In the paper's SelDP the N chunks of the data are cut once, and each worker reads them in rotated
-order. So the N workers together read the same global batch at the same position of every chunk:
-each global batch is repeated in N consecutive passes. This is harmless for workers that train
-locally. BSP trains on the global batch only. Here the CNN on CIFAR-10 of ``convergence`` trains
-with each order. Under BSP, 8 workers with a batch each are one process with their global batch.
+order. So the N workers together read the same samples at the same position of every chunk: the
+global batches are repeated in N consecutive passes. Workers that train locally do not repeat their
+own batches, but BSP trains on global batches only. Here the CNN on CIFAR-10 of ``convergence``
+trains with each order. Under BSP, 8 workers with a batch each are one process with their global batch.
 """
 
 from collections.abc import Iterator, Sequence

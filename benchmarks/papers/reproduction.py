@@ -108,16 +108,12 @@ def _convergence(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _seeds(values: Sequence[Any]) -> str:
-    return _count(len(values))
+    return {1: "one seed", 2: "two seeds", 3: "three seeds"}[len(values)]
 
 
 def _minus(text: str) -> str:
     """Return the text with the sign − of a negative number."""
     return text.replace("-", "−")
-
-
-def _count(seeds: int) -> str:
-    return {1: "one seed", 2: "two seeds", 3: "three seeds"}[seeds]
 
 
 def _discrepancy(data: dict[str, Any]) -> dict[str, str]:
@@ -134,10 +130,12 @@ def _discrepancy(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _distances(data: dict[str, Any]) -> dict[str, str]:
-    found = {"distances": distances.exponents(data), "seeds distances": _count(data["seeds"])}
+    found = {
+        "distances": distances.exponents(data),
+        "seeds distances": _seeds(range(data["seeds"])),
+    }
     for name in distances.METHODS:
-        for kind, value in zip(("mean", "pairs", "τ"), distances.slopes(data, name), strict=True):
-            found[f"exponent {name} {kind}"] = _minus(f"{value:.2f}")
+        found[f"exponent {name} pairs"] = _minus(f"{distances.slopes(data, name)[1]:.2f}")
     return found
 
 
@@ -150,16 +148,15 @@ def _gradients(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _orders(data: dict[str, Any]) -> dict[str, str]:
-    groups = grouped(data["orders"], "order")
-    medians = {
-        order: statistics.median(row["accuracy"] for row in rows)
-        for (order,), rows in groups.items()
+    rows = grouped(data["orders"], "order")
+    paper, ours = (
+        statistics.median(row["accuracy"] for row in rows[(order,)]) for order in ("paper", "seldp")
+    )
+    return {
+        "orders": orders.table(data),
+        "orders less": f"{100 * (ours - paper):.1f}",
+        "seeds orders": _seeds(rows[("paper",)]),
     }
-    found = {"orders": orders.table(data)}
-    for order, accuracy in medians.items():
-        found[f"order {order}"] = f"{100 * accuracy:.1f}"
-        found[f"order {order} less"] = _minus(f"{100 * (medians['paper'] - accuracy):+.1f}")
-    return found
 
 
 def _transformer(data: dict[str, Any]) -> dict[str, str]:
@@ -167,7 +164,6 @@ def _transformer(data: dict[str, Any]) -> dict[str, str]:
     for one in data["facts"]:
         key, less = one["method"], statistics.median(one["final"]) - statistics.median(bsp["final"])
         found[f"transformer less {key}"] = _minus(f"{less:+.3f}")
-        found[f"transformer lssr {key}"] = f"{statistics.median(one['lssr']):.3f}"
         found[f"transformer throughput {key}"] = f"{statistics.median(one['throughput']):.2f}"
         for above, faster in one["faster"].items():
             found[f"transformer {above} {key}"] = shown(faster)
