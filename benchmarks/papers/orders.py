@@ -4,7 +4,8 @@ In the paper's SelDP the N chunks of the data are cut once, and each worker read
 order. So the N workers together read the same samples at the same position of every chunk: the
 global batches are repeated in N consecutive passes. Workers that train locally do not repeat their
 own batches, but BSP trains on global batches only. Here the CNN on CIFAR-10 of ``convergence``
-trains with each order. Under BSP, 8 workers with a batch each are one process with their global batch.
+trains with each order. Under BSP, 8 workers with a batch each are one process with their global
+batch.
 """
 
 from collections.abc import Iterator, Sequence
