@@ -10,10 +10,11 @@ import cifar_cnn
 import torch
 from torch import nn
 
-from offbeat_lab import Task, accuracy, recipe
+from offbeat_lab import Task, recipe
 from offbeat_lab.recipes import digits, mnist
 from offbeat_lab.recipes.classification import classification_task
 from offbeat_lab.recipes.datasets import TensorData, shift_images
+from offbeat_lab.recipes.held_out import HeldOut
 from offbeat_lab.recipes.schedules import warmup_cosine
 
 FEW = 1600
@@ -25,6 +26,17 @@ def load(data):
     """Return images (channels first) and labels of both splits."""
     x, y, test_x, test_y = cifar_cnn.load(data / "cifar10.npz")
     return x.contiguous(), y, test_x.contiguous(), test_y
+
+
+def accuracy_and_loss(dataset, name="accuracy"):
+    """Return an evaluation with the accuracy, under this name, and the mean cross-entropy."""
+
+    def scores(model, batch):
+        logits = model(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1], reduction="none")
+        return {name: logits.argmax(1) == batch[1], "loss": loss}
+
+    return HeldOut(dataset, scores, batch_size=1000)
 
 
 def strided(setup, *, rate=0.02, scheduler=None, images=None):
@@ -42,7 +54,7 @@ def strided(setup, *, rate=0.02, scheduler=None, images=None):
         dataset=TensorData(x[:images], y[:images]),
         batch_size=32,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=accuracy(TensorData(test_x, test_y), {"accuracy": 1}),
+        evaluate=accuracy_and_loss(TensorData(test_x, test_y)),
     )
 
 
@@ -68,7 +80,7 @@ def cifar_few(setup):
 def digits_few(setup):
     """Train the recipe ``digits`` on the first 160 images, 20 for each of 8 workers."""
     x, y, test_x, test_y = digits.load()
-    return classification_task(
+    task = classification_task(
         setup,
         digits.make_model,
         TensorData(x[:FEW_DIGITS], y[:FEW_DIGITS], change=shift_images),
@@ -77,13 +89,14 @@ def digits_few(setup):
         metrics={"test accuracy": 1},
         lr=0.05,
     )
+    return with_loss(task)
 
 
 @recipe(metric="test accuracy", target=0.98, epochs=8)
 def mnist_decay(setup):
     """Train a CNN of 9,226 parameters with a warm-up over a tenth of the run, then a cosine."""
     x, y, test_x, test_y = mnist.load(setup.data)
-    return classification_task(
+    task = classification_task(
         setup,
         small_mnist_model,
         TensorData(x, y),
@@ -92,6 +105,7 @@ def mnist_decay(setup):
         metrics={"test accuracy": 1},
         lr=0.02,
     )
+    return with_loss(task)
 
 
 def small_mnist_model():
@@ -101,6 +115,11 @@ def small_mnist_model():
         *(nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU()),
         *(nn.Flatten(), nn.Linear(784, 10)),
     )
+
+
+def with_loss(task):
+    """Return the task with an evaluation that has the loss next to the test accuracy."""
+    return replace(task, evaluate=accuracy_and_loss(task.evaluate.dataset, "test accuracy"))
 
 
 def at_constant_rate(task):
@@ -113,4 +132,4 @@ def at_constant_rate(task):
 @recipe(metric="test accuracy", target=0.98, epochs=4)
 def mnist_flat(setup):
     """Train the recipe ``mnist:cnn`` at a constant rate."""
-    return at_constant_rate(mnist.build(setup))
+    return with_loss(at_constant_rate(mnist.build(setup)))

@@ -1,7 +1,8 @@
 """The papers' figures at small scale: ``python -m benchmarks.papers [--seeds N] NAME …``.
 
-Each name is that of a module, and ``speedup`` has further studies. The results are written to
-``results/papers-NAME.json``. Without a name, docs/reproduction.md is made from all results.
+Each name is that of a module, and ``speedup`` has further studies; ``all`` stands for all names.
+The results are written to ``results/papers-NAME.json``. A study that was stopped continues with the
+runs in ``results/papers-*.jsonl``. Without a name, docs/reproduction.md is made from all results.
 """
 
 import argparse
@@ -22,10 +23,13 @@ from benchmarks.papers import (
     discrepancy,
     distances,
     exponents,
+    gradients,
     noniid,
+    orders,
     regret,
     reproduction,
     speedup,
+    transformer,
 )
 from benchmarks.papers.runs import save
 
@@ -41,7 +45,10 @@ MEASURE: dict[str, Callable[..., dict[str, Any]]] = {
     "choices": choices.measure,
     "curvature": curvature.measure,
     "densities": densities.measure,
+    "gradients": gradients.measure,
     "costs": costs.measure,
+    "orders": orders.measure,
+    "transformer": transformer.measure,
 }
 """Name → function of the number of seeds that returns the results."""
 DRAW: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -52,6 +59,8 @@ DRAW: dict[str, Callable[[dict[str, Any]], None]] = {
     "noniid": noniid.draw,
     "delta": delta.draw,
     "curvature": curvature.draw,
+    "gradients": gradients.draw,
+    "orders": orders.draw,
 }
 """Name → function that draws a picture of the results for the page."""
 
@@ -63,14 +72,14 @@ def main(argv: Sequence[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(MEASURE)}")
+    parser.add_argument("names", nargs="*", help=f"all, or some of {', '.join(MEASURE)}")
     parser.add_argument("--seeds", type=int, help="number of seeds; default: as on the page")
     given = parser.parse_args(argv)
-    unknown = set(given.names) - set(MEASURE)
+    unknown = set(given.names) - {"all", *MEASURE}
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(MEASURE)}")
     torch.set_num_threads(1)
-    for name in given.names:
+    for name in MEASURE if "all" in given.names else given.names:
         data = MEASURE[name](**({} if given.seeds is None else {"seeds": given.seeds}))
         save(name, data)
         if name in DRAW:

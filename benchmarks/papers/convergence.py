@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.papers.runs import SEEDS, Setting, best_of, markdown, percent, speedup
+from benchmarks.papers.runs import SEEDS, Setting, best_of, markdown, speedup, spread
 from offbeat_lab.events import Evaluation
 from offbeat_lab.results import Result
 
@@ -82,6 +82,7 @@ def facts(task: str, runs: Mapping[str, Sequence[Result]]) -> list[dict[str, Any
                 "steps": [end.step for end in ends],
                 "lssr": statistics.median(one.lssr or 0.0 for one in own),
                 "best": [best_of(one) for one in own],
+                "loss": [one.final_metrics["loss"] for one in runs[method]],
                 "seldp": [best_of(one) for one in smooth.get(method.removesuffix(DEFDP), [])],
                 "overall": [b.seconds / a.seconds for a, b in zip(ends, theirs, strict=True)],
                 "to_bsp": [
@@ -116,7 +117,7 @@ def table(data: dict[str, Any], task: str) -> str:
                 one["method"],
                 f"{statistics.median(one['steps']):.0f}",
                 "-" if one is ssp else f"{one['lssr']:.3f}",
-                percent(one["best"]),
+                spread(one["best"]),
                 f"{less:+.1f}",
                 f"{100 * statistics.median(one['seldp']):.1f}" if one["seldp"] else "-",
                 "-" if far else f"{statistics.median(one['overall']):.2f} ×",

@@ -9,6 +9,7 @@ mean squared norm, which SelSync's trigger smooths. Results are Spearman's rank 
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -96,6 +97,15 @@ def correlations(points: Sequence[dict[str, float]]) -> dict[str, float]:
     return {
         key: spearman(values, [one[key] for one in points]) for key in ("variance", "squared_norm")
     }
+
+
+def of_changes(points: Sequence[dict[str, float]]) -> float:
+    """Return the rank correlation of the changes of eigenvalue and variance between points."""
+    eigenvalues, variances = (
+        [after[key] - before[key] for before, after in pairwise(points)]
+        for key in ("eigenvalue", "variance")
+    )
+    return spearman(eigenvalues, variances)
 
 
 def measure(seeds: int = 2) -> dict[str, Any]:

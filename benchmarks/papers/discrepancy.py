@@ -1,5 +1,8 @@
 """Asynchronous averaging, the main figure: how the local models drift apart, simulated.
 
+The distance of a worker to the mean of N models grows with N even where models are independent, as
+√(1 − 1/N). The mean distance of two workers, ‖x_n − x_m‖, does not, so it is measured, too.
+
 **Asynchronous averaging**: N workers start from one model and take τ local steps. The distance is
 the mean over workers of ‖x_n − mean(x)‖, just before the reset that ends these steps. Under
 ``AsyncAveraging(staleness=τ)`` this is the end of every cycle but the first, where x_n is the
@@ -30,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from benchmarks.papers.runs import SEEDS, Row, small_figure
+from benchmarks.papers.runs import SEEDS, Row, grouped, kept, small_figure
 from offbeat import Strategy
 from offbeat_lab.recipes import digits
 
@@ -149,7 +152,7 @@ def recording_worker(
 
 
 def distances(problem: Problem, *, workers: int, staleness: int, steps: int, seed: int) -> Row:
-    """Return the mean distance of the local models to their mean before resets, early and late."""
+    """Return the distances before resets: to the mean, early and late, and of pairs, late."""
     cycle = staleness // 2
     ends = range(2 * cycle, steps + 1, cycle)
     second = [end for end in ends if end > steps // 2]
@@ -160,8 +163,17 @@ def distances(problem: Problem, *, workers: int, staleness: int, steps: int, see
         problem, strategy, steps=steps, seed=seed, at=recorded_at.__contains__
     )
     taken = zip(*offbeat.simulate(worker, workers=workers).results, strict=True)
-    first, *later = map(to_mean, taken)
-    return {"early": first, "late": statistics.fmean(later)}
+    first, *later = ([*models] for models in taken)
+    return {
+        "early": to_mean(first),
+        "late": statistics.fmean(map(to_mean, later)),
+        "pairs": statistics.fmean(map(of_pairs, later)),
+    }
+
+
+def of_pairs(models: Sequence[Tensor]) -> float:
+    """Return the mean of ‖x_n − x_m‖ over all pairs of workers."""
+    return float(torch.pdist(torch.stack(list(models))).mean())
 
 
 def to_mean(models: Sequence[Tensor]) -> float:
@@ -171,13 +183,13 @@ def to_mean(models: Sequence[Tensor]) -> float:
 
 
 def gradient_delay(problem: Problem, *, workers: int, steps: int, seed: int) -> Row:
-    """Return the mean distance to the newest of N models, each one gradient newer than the last."""
+    """Return the distances to the newest of N models, each one gradient newer, and of pairs."""
     torch.manual_seed(seed)
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=problem.learning_rate)
     stream = problem.batches(1, 0, seed)
     models: list[Tensor] = []  # of workers 0, 1, … after their gradient
-    found = []
+    found, pairs = [], []
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         problem.loss(model, next(stream)).backward()
@@ -185,8 +197,19 @@ def gradient_delay(problem: Problem, *, workers: int, steps: int, seed: int) -> 
         models = [*models[1 - workers :], flat(model)]
         if step == workers or (step > steps // 2 and step % workers == 0):
             found.append(statistics.fmean(float((one - models[-1]).norm()) for one in models))
-    first, *later = found
-    return {"early": first, "late": statistics.fmean(later)}
+            pairs.append(of_pairs(models))
+    return {
+        "early": found[0],
+        "late": statistics.fmean(found[1:]),
+        "pairs": statistics.fmean(pairs[1:]),
+    }
+
+
+def one_run(*, staleness: int | None, **run: int) -> Row:
+    """Return the distances under asynchronous averaging; without a staleness, of gradient delay."""
+    if staleness is None:
+        return gradient_delay(DIGITS, **run)
+    return distances(DIGITS, staleness=staleness, **run)
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -224,21 +247,16 @@ def slopes(data: dict[str, Any], when: str) -> dict[str, list[float]]:
 def measure(seeds: int = SEEDS) -> dict[str, Any]:
     """Return all distances and slopes."""
     data: dict[str, Any] = {"learning_rate": LEARNING_RATE, "seeds": seeds, "steps": STEPS}
-    data["async"] = {
-        str(n): {
-            str(t): [
-                distances(DIGITS, workers=n, staleness=t, seed=seed, steps=STEPS)
-                for seed in range(seeds)
-            ]
-            for t in STALENESS
-        }
+    wanted = [
+        {"workers": n, "staleness": t, "steps": STEPS, "seed": seed}
         for n in WORKERS
-    }
-    data["gradient_delay"] = {
-        str(n): [gradient_delay(DIGITS, workers=n, seed=seed, steps=STEPS) for seed in range(seeds)]
-        for n in WORKERS
-    }
-    data["slopes"] = {when: slopes(data, when) for when in ("early", "late")}
+        for t in (*STALENESS, None)
+        for seed in range(seeds)
+    ]
+    rows = grouped(kept("discrepancy", wanted, one_run), "workers", "staleness")
+    data["async"] = {str(n): {str(t): rows[n, t] for t in STALENESS} for n in WORKERS}
+    data["gradient_delay"] = {str(n): rows[n, None] for n in WORKERS}
+    data["slopes"] = {when: slopes(data, when) for when in ("early", "late", "pairs")}
     return data
 
 

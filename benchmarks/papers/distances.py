@@ -2,10 +2,11 @@
 
 The problem and the protocol are those of ``discrepancy``, which has asynchronous averaging and
 gradient delay only. After every τ-th local step, before the method acts, the mean over the workers
-of ‖x_n − mean(x)‖ is measured; results are means over the second half of the run. τ is the
+of ‖x_n − mean(x)‖ is measured, and the mean of ‖x_n − x_m‖ over all pairs, which does not grow with
+N where models are independent. Results are means over the second half of the run. τ is the
 staleness of asynchronous averaging, the period of local SGD and EASGD, and the bound of SSP. A mean
 of the model takes 0.45 τ steps on the links, which also sets the age of the parts of streaming
-averaging and of Downpour's gradients.
+averaging and of Downpour's updates.
 """
 
 import math
@@ -13,8 +14,15 @@ import statistics
 from typing import Any
 
 import offbeat
-from benchmarks.papers.discrepancy import DIGITS, Problem, recording_worker, slope, to_mean
-from benchmarks.papers.runs import markdown, small_figure
+from benchmarks.papers.discrepancy import (
+    DIGITS,
+    Problem,
+    of_pairs,
+    recording_worker,
+    slope,
+    to_mean,
+)
+from benchmarks.papers.runs import SEEDS, grouped, kept, markdown, small_figure
 from offbeat import Compute, Network, Strategy
 from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.report.plots import colours_of
@@ -57,7 +65,7 @@ def distances(
     steps: int = STEPS,
     problem: Problem = DIGITS,
 ) -> dict[str, float]:
-    """Return the mean distance of the workers' models to their mean."""
+    """Return the mean distance of the workers' models to their mean, and of their pairs."""
 
     def at(step: int) -> bool:
         return step > steps // 2 and step % staleness == 0
@@ -72,49 +80,52 @@ def distances(
         seed=seed,
     )
     taken = [list(models) for models in zip(*result.results, strict=True)]
-    return {"mean": statistics.fmean(map(to_mean, taken))}
-
-
-def measure(seeds: int = 2) -> dict[str, Any]:
-    """Return the distances of each method, staleness, number of workers and seed."""
-    found = {
-        name: {
-            str(t): {
-                str(n): [
-                    distances(name, workers=n, staleness=t, seed=seed) for seed in range(seeds)
-                ]
-                for n in WORKERS
-            }
-            for t in STALENESS
-        }
-        for name in METHODS
+    return {
+        "mean": statistics.fmean(map(to_mean, taken)),
+        "pairs": statistics.fmean(map(of_pairs, taken)),
     }
-    return {"steps": STEPS, "seeds": seeds, "methods": found}
 
 
-def mean_of(data: dict[str, Any], name: str, staleness: int, workers: int) -> float:
-    """Return the mean distance over the seeds."""
-    rows = data["methods"][name][str(staleness)][str(workers)]
-    return statistics.fmean(row["mean"] for row in rows)
+def measure(seeds: int = SEEDS) -> dict[str, Any]:
+    """Return the distances of each method, staleness, number of workers and seed."""
+    wanted = [
+        {"name": name, "workers": n, "staleness": t, "seed": seed}
+        for seed in range(seeds)
+        for name in METHODS
+        for t in STALENESS
+        for n in WORKERS
+    ]
+    return {"steps": STEPS, "seeds": seeds, "distances": kept("distances", wanted, distances)}
 
 
-def slopes(data: dict[str, Any], name: str) -> tuple[float, float]:
-    """Return the slope against N (mean over τ) and against τ (mean over N)."""
+def mean_of(
+    data: dict[str, Any], name: str, staleness: int, workers: int, kind: str = "mean"
+) -> float:
+    """Return the mean distance over the seeds, to the mean or of pairs."""
+    rows = grouped(data["distances"], "name", "staleness", "workers")[name, staleness, workers]
+    return statistics.fmean(row[kind] for row in rows)
 
-    def of(n: int, t: int) -> float:
-        return mean_of(data, name, t, n) or math.nan
 
-    over_n = statistics.fmean(slope(WORKERS, [of(n, t) for n in WORKERS]) for t in STALENESS)
+def slopes(data: dict[str, Any], name: str) -> tuple[float, float, float]:
+    """Return the slope against N (mean over τ), that of pairs, and against τ (mean over N)."""
+
+    def of(n: int, t: int, kind: str = "mean") -> float:
+        return mean_of(data, name, t, n, kind) or math.nan
+
+    over_n, pairs = (
+        statistics.fmean(slope(WORKERS, [of(n, t, kind) for n in WORKERS]) for t in STALENESS)
+        for kind in ("mean", "pairs")
+    )
     over_t = statistics.fmean(slope(STALENESS, [of(n, t) for t in STALENESS]) for n in WORKERS)
-    return over_n, over_t
+    return over_n, pairs, over_t
 
 
 def exponents(data: dict[str, Any]) -> str:
-    """Return the exponents of the mean distance in N and in τ as Markdown."""
+    """Return the exponents of the distances in N and in τ as Markdown."""
     rows = [
         [name, *(f"{one:.2f}".replace("-", "−") for one in slopes(data, name))] for name in METHODS
     ]
-    return markdown(["method", "in N", "in τ"], rows)
+    return markdown(["method", "to the mean, in N", "of pairs, in N", "to the mean, in τ"], rows)
 
 
 def draw(data: dict[str, Any]) -> None:

@@ -4,6 +4,10 @@ The paper proves regret O(τ² + √(τT)), so an average regret of O(τ²/T + �
 regression with batches of one sample, 4 workers, cyclic schedule, plain SGD at the constant rate
 c/√T. The average regret is the mean over workers and steps of F(x_n,t) − F(x*), where F is the loss
 over all samples and x* its minimum by Newton's method. Slopes are of log regret against log T.
+
+For comparison: a *sequential* run, one worker with T steps; and batches of τ samples, with which
+the variance of a gradient falls as 1/τ. The paper's bound is then O(τ² + √T), so the regret should
+not depend on τ once T is large.
 """
 
 import math
@@ -16,7 +20,7 @@ from torch import Tensor, nn
 
 import offbeat
 from benchmarks.papers.discrepancy import slope
-from benchmarks.papers.runs import small_figure
+from benchmarks.papers.runs import SEEDS, Row, grouped, kept, small_figure
 
 WORKERS = 4
 STEPS = (64, 256, 1024)
@@ -52,7 +56,9 @@ def minimum(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
     return w, float(loss(x, y, w))
 
 
-def regret(steps: int, staleness: int, seed: int, *, workers: int = WORKERS) -> float:
+def regret(
+    steps: int, staleness: int, seed: int, *, workers: int = WORKERS, batch: int = 1
+) -> float:
     """Return the average regret of a run."""
     x, y = problem(seed)
     _, best = minimum(x, y)
@@ -63,40 +69,62 @@ def regret(steps: int, staleness: int, seed: int, *, workers: int = WORKERS) -> 
         model = nn.ParameterList([w])
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-        chosen = torch.randint(SAMPLES, (steps,), generator=generator)
+        chosen = torch.randint(SAMPLES, (steps, batch), generator=generator)
         total = 0.0
         with offbeat.attach(model, optimizer, offbeat.AsyncAveraging(staleness=staleness)):
-            for one in chosen.tolist():
+            for few in chosen:
                 with torch.no_grad():
                     total += float(loss(x, y, w)) - best
                 optimizer.zero_grad()
-                loss(x[one : one + 1], y[one : one + 1], w).backward()
+                loss(x[few], y[few], w).backward()
                 optimizer.step()
         return total / steps
 
     return statistics.fmean(offbeat.simulate(worker, workers=workers, seed=seed).results)
 
 
-def measure(seeds: int = 2) -> dict[str, Any]:
-    """Return the regret of each staleness, number of steps and seed, and its slopes."""
-    found = {
-        str(staleness): {
-            str(steps): [regret(steps, staleness, seed) for seed in range(seeds)] for steps in STEPS
-        }
-        for staleness in STALENESS
+def one_run(**run: int) -> Row:
+    """Return the average regret of a run as a row."""
+    return {"regret": regret(**run)}
+
+
+def measure(seeds: int = SEEDS) -> dict[str, Any]:
+    """Return the regret of each kind of run, staleness, number of steps and seed, and its slopes.
+
+    With one worker, asynchronous averaging is sequential SGD for any staleness.
+    """
+    kinds = {
+        "regret": [(staleness, WORKERS, 1) for staleness in STALENESS],
+        "less noise": [(staleness, WORKERS, staleness) for staleness in STALENESS],
+        "sequential": [(min(STALENESS), 1, 1)],
     }
+    found: dict[str, Any] = {}
+    for kind, chosen in kinds.items():
+        wanted = [
+            {"steps": t, "staleness": tau, "workers": n, "batch": b, "seed": seed}
+            for tau, n, b in chosen
+            for t in STEPS
+            for seed in range(seeds)
+        ]
+        rows = grouped(kept("regret", wanted, one_run), "staleness", "steps")
+        found[kind] = {
+            str(tau): {str(t): [row["regret"] for row in rows[tau, t]] for t in STEPS}
+            for tau, _, _ in chosen
+        }
     slopes = {
         staleness: [slope(STEPS, values) for values in zip(*rows.values(), strict=True)]
-        for staleness, rows in found.items()
+        for staleness, rows in found["regret"].items()
     }
-    return {"regret": found, "slopes": slopes}
+    return {**found, "slopes": slopes}
 
 
 def draw(data: dict[str, Any]) -> None:
     with small_figure("papers-regret", "steps T", "average regret") as (axes,):
-        for staleness, rows in data["regret"].items():
+        lines = [(f"τ = {tau}", "o-", rows) for tau, rows in data["regret"].items()]
+        lines += [("sequential", "ks--", rows) for rows in data["sequential"].values()]
+        for label, style, rows in lines:
             means = [statistics.fmean(rows[str(steps)]) for steps in STEPS]
-            axes.plot(STEPS, means, "o-", label=f"τ = {staleness}")
+            axes.plot(STEPS, means, style, label=label)
         first = statistics.fmean(data["regret"][str(STALENESS[0])][str(STEPS[0])])
         line = [first * math.sqrt(STEPS[0] / steps) for steps in STEPS]
         axes.plot(STEPS, line, "k:", label="1/√T")

@@ -11,13 +11,19 @@ from benchmarks.harness import RESULTS, ROOT
 from benchmarks.papers import (
     choices,
     convergence,
+    curvature,
+    discrepancy,
     distances,
     exponents,
+    gradients,
     noniid,
+    orders,
     regret,
     speedup,
+    transformer,
 )
-from benchmarks.papers.runs import grouped, saved, spread
+from benchmarks.papers.runs import grouped, path_of, saved, spread
+from benchmarks.papers.runs import speedup as shown
 
 TEMPLATE = Path(__file__).with_name("reproduction.md")
 PAGE = ROOT / "docs" / "reproduction.md"
@@ -33,7 +39,12 @@ VGG11_ITERATIONS = 10_800  # BSP's, from the paper's Table I
 
 def values() -> dict[str, str]:
     """Return the text for each ``{{name}}`` of the template."""
-    found = {key: text for name, of in FIGURES.items() for key, text in of(saved(name)).items()}
+    found = {
+        key: text
+        for name, of in FIGURES.items()
+        if path_of(name).exists()  # a study that was not run yet has none
+        for key, text in of(saved(name)).items()
+    }
     for study in ("long", "cifar-long"):
         texts = _speedup(saved(f"speedup-{study}"))
         found |= {f"{study} {key}": one for key, one in texts.items()}
@@ -90,7 +101,9 @@ def _convergence(data: dict[str, Any]) -> dict[str, str]:
             key = f"{task} {one['method']}"
             found[f"overall {key}"] = f"{statistics.median(one['overall']):.2f}"
             less = statistics.median(one["best"]) - statistics.median(facts[0]["best"])
-            found[f"less {key}"] = f"{100 * less:+.1f}".replace("-", "−")
+            found[f"less {key}"] = _minus(f"{100 * less:+.1f}")
+            same = statistics.median(one["best"]) - statistics.median(facts[0]["seldp"])
+            found[f"less same {key}"] = _minus(f"{100 * same:+.1f}")
     return found
 
 
@@ -98,12 +111,62 @@ def _seeds(values: Sequence[Any]) -> str:
     return {1: "one seed", 2: "two seeds", 3: "three seeds"}[len(values)]
 
 
+def _minus(text: str) -> str:
+    """Return the text with the sign − of a negative number."""
+    return text.replace("-", "−")
+
+
 def _discrepancy(data: dict[str, Any]) -> dict[str, str]:
     found = {}
     for when, slopes in data["slopes"].items():
         for key, name in (("staleness", "τ"), ("workers", "N"), ("delay_workers", "delay")):
-            found[f"slope {name} {when}"] = spread(slopes[key], 1, 2)
-            found[f"{name} short"] = f"{statistics.median(slopes[key]):.2f}"
+            found[f"slope {name} {when}"] = _minus(spread(slopes[key], 1, 2))
+            found[f"{name} short {when}"] = _minus(f"{statistics.median(slopes[key]):.2f}")
+    for n in discrepancy.WORKERS:
+        rows = {"async": data["async"][str(n)]["16"], "delay": data["gradient_delay"][str(n)]}
+        for name, seeds in rows.items():
+            found[f"distance {name} {n}"] = f"{statistics.median(r['late'] for r in seeds):.4f}"
+    return found
+
+
+def _distances(data: dict[str, Any]) -> dict[str, str]:
+    found = {
+        "distances": distances.exponents(data),
+        "seeds distances": _seeds(range(data["seeds"])),
+    }
+    for name in distances.METHODS:
+        found[f"exponent {name} pairs"] = _minus(f"{distances.slopes(data, name)[1]:.2f}")
+    return found
+
+
+def _gradients(data: dict[str, Any]) -> dict[str, str]:
+    found = {"seeds gradients": _seeds(grouped(data["layers"], "task")[("cifar",)])}
+    for task in gradients.LAYERS:
+        for share, value in zip(gradients.SHARES, gradients.spreads(data, task), strict=True):
+            found[f"layer {task} {share:g}"] = f"{1000 * value:.3g}"
+    return found
+
+
+def _orders(data: dict[str, Any]) -> dict[str, str]:
+    rows = grouped(data["orders"], "order")
+    paper, ours = (
+        statistics.median(row["accuracy"] for row in rows[(order,)]) for order in ("paper", "seldp")
+    )
+    return {
+        "orders": orders.table(data),
+        "orders less": f"{100 * (ours - paper):.1f}",
+        "seeds orders": _seeds(rows[("paper",)]),
+    }
+
+
+def _transformer(data: dict[str, Any]) -> dict[str, str]:
+    found, bsp = {"transformer": transformer.table(data)}, data["facts"][0]
+    for one in data["facts"]:
+        key, less = one["method"], statistics.median(one["final"]) - statistics.median(bsp["final"])
+        found[f"transformer less {key}"] = _minus(f"{less:+.3f}")
+        found[f"transformer throughput {key}"] = f"{statistics.median(one['throughput']):.2f}"
+        for above, faster in one["faster"].items():
+            found[f"transformer {above} {key}"] = shown(faster)
     return found
 
 
@@ -122,12 +185,16 @@ def _costs(data: dict[str, Any]) -> dict[str, str]:
 def _delta(data: dict[str, Any]) -> dict[str, str]:
     found = {}
     for i, name in ((0, "first"), (1, "second"), (-1, "last")):
-        found[f"Δ {name}"] = f"{data['pieces'][i]['mean']:.3f}"
+        found[f"Δ {name}"] = spread([run[i]["mean"] for run in data["pieces"]], 1, 3)
     found["seeds delta"] = _seeds(data["facts"][0]["final"])
-    for one in data["facts"]:
-        key = "∞" if one["delta"] is None else f"{one['delta']:g}"
-        found[f"δ {key} lssr"] = f"{statistics.median(one['lssr']):.3f}"
-        found[f"δ {key} final"] = f"{100 * statistics.median(one['final']):.1f}"
+    rows = [("δ", one) for one in data["facts"]]
+    rows += [("gradients δ", one) for one in data["gradients"]]
+    for name, one in rows:
+        key = f"{name} {'∞' if one['delta'] is None else format(one['delta'], 'g')}"
+        found[f"{key} lssr"] = f"{statistics.median(one['lssr']):.3f}"
+        found[f"{key} final"] = spread(one["final"])
+        if "loss" in one:  # older results have none
+            found[f"{key} loss"] = f"{statistics.median(one['loss']):.2f}"
     return found
 
 
@@ -138,20 +205,22 @@ def _choices(data: dict[str, Any]) -> dict[str, str]:
         found[f"seeds {task}"] = _seeds(rows)
         own = statistics.median(row["own"] for row in rows)
         found[f"own {task} {aggregate} {sampler}"] = f"{100 * own:.1f}"
-    for one in data["aggregated"]:
-        found["seeds aggregated"] = _seeds(one["pair"][0]["final"])
-        for which, each in zip("ab", one["pair"], strict=True):
-            name = f"aggregated {one['method']} {which}"
-            found[name] = f"{100 * statistics.median(each['final']):.1f}"
     return found
 
 
 def _regret(data: dict[str, Any]) -> dict[str, str]:
     found = {}
-    most, least = (data["regret"][str(of(regret.STALENESS))] for of in (max, min))
-    for steps in most:
-        ratio = statistics.fmean(most[steps]) / statistics.fmean(least[steps])
-        found[f"regret ratio {steps}"] = f"{ratio:.2f}"
+    small, large = (str(of(regret.STALENESS)) for of in (min, max))
+    pairs = {
+        "regret ratio": (data["regret"][large], data["regret"][small]),
+        "less noise ratio": (data["less noise"][large], data["less noise"][small]),
+        "sequential ratio": (data["sequential"][small], data["regret"][small]),
+    }
+    for name, (over, under) in pairs.items():
+        for steps in over:
+            ratio = statistics.fmean(over[steps]) / statistics.fmean(under[steps])
+            found[f"{name} {steps}"] = f"{ratio:.2f}"
+    found["seeds regret"] = _seeds(data["regret"][small]["64"])
     for staleness, slopes in data["slopes"].items():
         found[f"regret slope {staleness}"] = f"−{abs(statistics.median(slopes)):.2f}"
     return found
@@ -161,15 +230,11 @@ def _curvature(data: dict[str, Any]) -> dict[str, str]:
     return {
         f"curvature {key}": spread([one[key] for one in data["correlations"]], 1, 2)
         for key in ("variance", "squared_norm")
-    }
+    } | {"curvature changes": spread([curvature.of_changes(one) for one in data["points"]], 1, 2)}
 
 
 def _densities(data: dict[str, Any]) -> dict[str, str]:
     found = {}
-    for name, i in (("early", 1), ("late", -1)):
-        found[f"layer {name}"] = (
-            f"{1000 * statistics.median(r[i]['spread'] for r in data['layer']):.1f}"
-        )
     for name in data["seeds"][0]:
         last = [run[name]["looks"][-1]["distance"] for run in data["seeds"]]
         found[f"density {name}"] = f"{100 * statistics.median(last):.1f}"
@@ -230,12 +295,15 @@ FIGURES: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
     "exponents": lambda data: {"exponents": exponents.table(data)},
     "costs": _costs,
     "convergence": _convergence,
-    "distances": lambda data: {"distances": distances.exponents(data)},
+    "distances": _distances,
     "delta": _delta,
     "choices": _choices,
     "regret": _regret,
     "curvature": _curvature,
     "densities": _densities,
+    "gradients": _gradients,
+    "orders": _orders,
+    "transformer": _transformer,
     "discrepancy": _discrepancy,
     "noniid": _noniid,
 }

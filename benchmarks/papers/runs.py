@@ -6,7 +6,7 @@ over those of its model. So a mean takes as many steps here as in the paper.
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ TASKS: dict[str, tuple[str, str | None]] = {
     "digits-few": (f"{MODELS}:digits_few", None),
     "mnist": (f"{MODELS}:mnist_flat", str(MNIST)),
     "mnist-decay": (f"{MODELS}:mnist_decay", str(MNIST)),
+    "bytes": (f"{MODELS.with_name('byte_transformer.py')}:byte_transformer", None),
 }
 Row = dict[str, Any]
 
@@ -47,8 +48,9 @@ class Link:
 LINKS = {
     # Asynchronous averaging: GoogLeNet over 1 Gbit/s; a merge on 4 workers takes 3.2 steps.
     "googlenet": Link(1e9, 26.5, 0.1),
-    # SelSync: ResNet-101 over 5 Gbit/s, with the step time that follows from its Table I.
+    # SelSync: models over 5 Gbit/s, with the step times that follow from its Table I.
     "resnet101": Link(5e9, 178.2, 0.066),
+    "transformer": Link(5e9, 431.4, 0.041),
 }
 
 
@@ -106,6 +108,28 @@ def compare_in(
     return {method: [runs[seed] for seed in range(seeds)] for method, runs in found.items()}
 
 
+def kept(
+    name: str, wanted: Sequence[Mapping[str, Any]], function: Callable[..., Mapping[str, Any]]
+) -> list[Row]:
+    """Call ``function`` with each of these arguments, unless the results have it already.
+
+    Each result is appended to ``results/papers-NAME.jsonl`` as it arrives, so that an interrupted
+    study continues. A returned row has the arguments as ``run``, and the results.
+    """
+    path = RESULTS / f"papers-{name}.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = []
+    for run in wanted:
+        row = next((one for one in rows if one["run"] == run), None)
+        if row is None:
+            print(f"papers-{name}  {run}", flush=True)
+            row = {"run": dict(run), **function(**run)}
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        found.append(row)
+    return found
+
+
 def grouped(
     rows: Sequence[Row], *keys: str, field: str = "run"
 ) -> dict[tuple[Any, ...], list[Row]]:
@@ -122,14 +146,11 @@ def best_of(result: Result) -> float:
 
 
 def spread(values: Sequence[float], scale: float = 100.0, digits: int = 1) -> str:
-    """Return median and range as text, in percent by default."""
+    """Return median and range as text, in percent by default; or the only value."""
     low, middle, high = min(values), statistics.median(values), max(values)
+    if len(values) == 1:
+        return f"{scale * middle:.{digits}f}"
     return f"{scale * middle:.{digits}f} ({scale * low:.{digits}f}–{scale * high:.{digits}f})"
-
-
-def percent(values: Sequence[float]) -> str:
-    """Return shares as text in percent: median and range, or the only one."""
-    return spread(values) if len(values) > 1 else f"{100 * values[0]:.1f}"
 
 
 def speedup(values: Sequence[float | None]) -> str:
@@ -160,7 +181,12 @@ def saved(name: str) -> dict[str, Any]:
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1) -> str:
-    """Return a table. All columns but the first ``texts`` contain numbers."""
+    """Return a table. All columns but the first ``texts`` contain numbers.
+
+    A column is left out if all its cells are "-", for example losses that were not recorded.
+    """
+    shown = [i for i in range(len(headings)) if any(row[i] != "-" for row in rows)]
+    headings, *rows = ([row[i] for i in shown] for row in (headings, *rows))
     rule = "---|" * texts + "--:|" * (len(headings) - texts)
     lines = [f"| {' | '.join(row)} |" for row in (headings, *rows)]
     return "\n".join([lines[0], f"|{rule}", *lines[1:]])
@@ -180,9 +206,10 @@ def small_figure(name: str, x: str, y: str, *, rows: int = 1, of: int = 1) -> It
         one.grid(alpha=0.3)
     yield every
     handles, labels = every[0].get_legend_handles_labels()
-    if of > 1 and all(one.get_legend_handles_labels()[1] == labels for one in every):
+    if of > 1 and labels and all(one.get_legend_handles_labels()[1] == labels for one in every):
         figure.legend(handles, labels, loc="outside right center", fontsize="small")
     else:
         for one in every:
-            one.legend(fontsize="small")
+            if one.get_legend_handles_labels()[1]:
+                one.legend(fontsize="small")
     figure.savefig(IMAGES / f"{name}.png")

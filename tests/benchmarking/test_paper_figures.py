@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +17,13 @@ from benchmarks.papers import (
     distances,
     exponents,
     noniid,
+    orders,
     regret,
     speedup,
+    transformer,
 )
 from benchmarks.papers.discrepancy import Problem
+from benchmarks.papers.runs import kept
 from torch import nn
 
 from benchmarking.race_results import result
@@ -28,7 +33,9 @@ from offbeat_lab.results import Result
 def curve(method: str, metrics: list[float], seconds: float = 10.0) -> Result:
     """A run that is evaluated after each of its steps, which take so many seconds."""
     points = [(seconds * step, metric) for step, metric in enumerate(metrics, start=1)]
-    return result(method, points)
+    run = result(method, points)
+    both = [replace(one, metrics={**one.metrics, "loss": 1 - one.metric}) for one in run.points]
+    return replace(run, points=tuple(both))
 
 
 def test_a_run_has_converged_when_it_is_nearly_as_good_as_it_gets():
@@ -49,6 +56,7 @@ def test_the_overall_speed_up_has_each_run_at_its_own_convergence():
     assert last["steps"] == [4]
     assert last["step_seconds"] == 10
     assert others[0]["to_bsp"] == [1.0]
+    assert others[0]["loss"] == [pytest.approx(0.2)]
 
 
 def test_the_speed_up_is_to_what_one_worker_ends_with():
@@ -59,15 +67,33 @@ def test_the_speed_up_is_to_what_one_worker_ends_with():
         one = speedup.at_rate("bsp", rate)
         runs[1][one] = [curve(one, [0.5, 0.99, 1, 1, 1, 1, 1, 1])]
         for n in study.workers:
-            for method in study.methods.values():
+            for method in speedup.METHODS.values():
                 text = speedup.at_rate(method, n * rate)
                 runs[n][text] = [curve(text, [1.0, 1.0, 1.0, 1.0] if n == 2 else [0.5, 0.6])]
     facts = speedup.facts(study, runs)
     found = {(one["rate"], one["workers"], one["method"]): one for one in facts}
-    assert found[1.0, 2, "BSP"]["speedups"] == [2.0]  # 10 s in place of 20
-    assert found[1.0, 4, "BSP"]["speedups"] == [None]
-    assert found[1.0, 4, "BSP"]["throughput"] == 4.0
-    assert found[1.0, 2, "BSP"]["throughput"] == 2.0
+    assert found[0.25, 2, "BSP"]["speedups"] == [2.0]  # 10 s in place of 20
+    assert found[0.25, 4, "BSP"]["speedups"] == [None]
+    assert found[0.25, 4, "BSP"]["losses"] == [0.4]
+    assert found[0.25, 4, "BSP"]["throughput"] == 4.0
+    assert found[0.25, 2, "BSP"]["throughput"] == 2.0
+
+
+def test_the_speed_up_on_a_transformer_is_to_nearly_what_bsp_ends_with():
+    """Lower is better: BSP is within 2 % of its end after 30 s, others after 20 s or never."""
+
+    def falling(method: str, metrics: list[float]) -> Result:
+        return replace(curve(method, metrics), higher_is_better=False)
+
+    found = {one: [falling(one, [1.09, 0.9, 0.8])] for one in transformer.METHODS.values()}
+    found["bsp"] = [falling("bsp", [3.0, 2.0, 1.01, 1.0])]
+    last = [*found][-1]
+    found[last] = [falling(last, [2.0, 2.0])]
+    bsp, other, *_, never = transformer.facts(found)
+    assert bsp["faster"] == {"0.02": [1.0], "0.1": [1.0]}
+    assert other["faster"] == {"0.02": [pytest.approx(1.5)], "0.1": [pytest.approx(3.0)]}
+    assert never["faster"] == {"0.02": [None], "0.1": [None]}
+    assert never["throughput"] == [2.0]
 
 
 def test_bytes_and_accuracies_of_a_data_injection_are_medians():
@@ -111,6 +137,13 @@ def test_the_regret_of_one_step_is_that_of_the_start():
     assert regret.regret(1, 2, 1) == pytest.approx(start - regret.minimum(x, y)[1])
 
 
+def test_changes_are_between_neighbouring_points():
+    """The eigenvalue changes by 3, −1, 2 and the variance by 1, −2, 0.5: in the same order."""
+    values = [(1.0, 5.0), (4.0, 6.0), (3.0, 4.0), (5.0, 4.5)]
+    points = [{"eigenvalue": one, "variance": other} for one, other in values]
+    assert curvature.of_changes(points) == pytest.approx(1)
+
+
 def test_power_iteration_finds_the_largest_eigenvalue():
     x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
     loss = 0.5 * (torch.tensor([3.0, -5.0, 1.0], dtype=torch.float64) * x * x).sum()
@@ -142,16 +175,41 @@ def test_the_distance_is_that_of_all_own_steps(staleness: int, workers: int):
     """Just before a reset: τ steps of 0.5·|n − mean(n)|, not the τ/2 that are left after it."""
     found = discrepancy.distances(LINEAR, workers=workers, staleness=staleness, steps=32, seed=0)
     apart = sum(abs(n - (workers - 1) / 2) for n in range(workers)) / workers
-    assert found == pytest.approx(
-        {"early": staleness * 0.5 * apart, "late": staleness * 0.5 * apart}
-    )
+    assert found["early"] == found["late"] == pytest.approx(staleness * 0.5 * apart)
+    # The mean of |n − m| over the pairs of 0…N−1 is (N + 1)/3.
+    assert found["pairs"] == pytest.approx(staleness * 0.5 * (workers + 1) / 3)
 
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_gradient_delay_grows_with_the_workers(workers: int):
     """Worker k is N − 1 − k steps of 0.5 behind the newest: (N − 1)/2 on average."""
     found = discrepancy.gradient_delay(LINEAR, workers=workers, steps=40, seed=0)
-    assert found == pytest.approx({"early": (workers - 1) / 4, "late": (workers - 1) / 4})
+    assert found["early"] == found["late"] == pytest.approx((workers - 1) / 4)
+    assert found["pairs"] == pytest.approx(0.5 * (workers + 1) / 3)
+
+
+def test_a_study_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run that is in the file is not repeated, and rows come in the order asked for."""
+    monkeypatch.setattr("benchmarks.papers.runs.RESULTS", tmp_path)
+    done: list[int] = []
+
+    def square(*, x: int) -> dict[str, int]:
+        done.append(x)
+        return {"square": x * x}
+
+    kept("squares", [{"x": 3}], square)
+    rows = kept("squares", [{"x": 2}, {"x": 3}], square)
+    assert done == [3, 2]
+    assert rows == [{"run": {"x": 2}, "square": 4}, {"run": {"x": 3}, "square": 9}]
+
+
+def test_the_papers_order_repeats_each_global_batch():
+    """Workers together read the same samples in each pass; every worker reads all samples."""
+    orders_of = [orders.PaperOrder(24, 3, rank, seed=1) for rank in range(3)]
+    read = [[*one] for one in orders_of]
+    assert all(sorted(own) == [*range(24)] for own in read)
+    batches = [{own[at] for own in read} for at in range(24)]
+    assert batches[:8] == batches[8:16] == batches[16:]
 
 
 def test_the_two_extremes_of_gradient_delay():
@@ -166,9 +224,9 @@ def test_a_slope_is_the_exponent():
 
 @pytest.mark.parametrize("method", ["local SGD", "async"])
 def test_distances_are_those_before_a_reset(method: str):
-    """After τ = 4 own steps of 0.5·n each, the mean over n = 0…3 of |n − 1.5|."""
+    """After τ = 4 own steps of 0.5·n each: the means of |n − 1.5| and |n − m| for n, m = 0…3."""
     found = distances.distances(method, workers=4, staleness=4, seed=0, steps=16, problem=APART)
-    assert found == pytest.approx({"mean": 4 * 0.5 * 1.0})
+    assert found == pytest.approx({"mean": 4 * 0.5 * 1.0, "pairs": 4 * 0.5 * 5 / 3})
 
 
 @pytest.mark.parametrize("staleness", [2, 4])

@@ -1,0 +1,72 @@
+"""SelSync, Table I on a transformer: SelSync against BSP, where Δ and the rate both change.
+
+The byte transformer of ``benchmarks/models``, 4 workers, AdamW with a warm-up and a cosine, on
+links on which a mean takes as many steps as that of the paper's Transformer at 5 Gbit/s. All
+methods read ``SelDPSampler``. The paper has 16 workers, SGD and WikiText-103; its Transformer has
+108 million parameters, this one 0.14. Times are to levels that BSP reaches in every run: 2 and 10 %
+above its loss at the end.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.papers.convergence import selsync
+from benchmarks.papers.runs import SEEDS, Setting, markdown, speedup, spread
+from offbeat_lab.results import Result
+
+SETTING = Setting("bytes", "transformer", workers=4, epochs=0.33, evaluations=24)
+LEVELS = (0.02, 0.1)
+METHODS = {
+    "BSP": "bsp",
+    "SelSync, δ = 0.3": selsync(0.3),
+    "SelSync, target LSSR 0.9": "selsync:target_lssr=0.9",
+}
+
+
+def facts(runs: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
+    """Return the data of each method; runs are paired with BSP's by seed."""
+
+    def faster(one: Result, bsp: Result, above: float) -> float | None:
+        level = (1 + above) * bsp.final
+        seconds, theirs = one.seconds_to(level), bsp.seconds_to(level)
+        return None if seconds is None or theirs is None else theirs / seconds
+
+    found = []
+    for name, method in METHODS.items():
+        pairs = [*zip(runs[method], runs["bsp"], strict=True)]
+        found.append(
+            {
+                "method": name,
+                "lssr": [one.lssr for one, _ in pairs],
+                "final": [one.final for one, _ in pairs],
+                "throughput": [bsp.seconds / one.seconds for one, bsp in pairs],
+                "faster": {
+                    f"{above:g}": [faster(*pair, above) for pair in pairs] for above in LEVELS
+                },
+            }
+        )
+    return found
+
+
+def table(data: dict[str, Any]) -> str:
+    """Return the table as Markdown."""
+    headings = ("method", "LSSR", "bits per byte at the end", "minus BSP's", "same steps")
+    bsp = statistics.median(data["facts"][0]["final"])
+    rows = [
+        [
+            one["method"],
+            f"{statistics.median(one['lssr']):.3f}",
+            spread(one["final"], 1, 3),
+            f"{statistics.median(one['final']) - bsp:+.3f}".replace("-", "−"),
+            f"{statistics.median(one['throughput']):.2f} ×",
+            *map(speedup, one["faster"].values()),
+        ]
+        for one in data["facts"]
+    ]
+    return markdown([*headings, *(f"to {100 * above:g} % above" for above in LEVELS)], rows)
+
+
+def measure(seeds: int = SEEDS) -> dict[str, Any]:
+    """Return the data of all methods."""
+    return {"facts": facts(SETTING.run([*METHODS.values()], seeds))}
