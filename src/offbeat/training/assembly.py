@@ -4,6 +4,7 @@
 - ``training.hooks`` calls ``training.iteration`` before and after every optimizer step.
 - ``training.iteration`` passes the step to the *flow*, the code that runs the strategy.
 - ``training.consensus`` replaces the local model by the mean over all workers.
+- ``training.checks`` compares the workers, and warns of misuse.
 - ``training.stats_recorder`` updates the totals and writes the telemetry records.
 """
 
@@ -29,7 +30,7 @@ from offbeat.training.checks.loading import refuse_loading
 from offbeat.training.checks.same_setup import describe, require_same_setup
 from offbeat.training.consensus import Consensus
 from offbeat.training.ddp import DDPSuppressor
-from offbeat.training.hooks import Removable, ScalerHooks, attached, hook_optimizer
+from offbeat.training.hooks import Removable, ScalerHooks, StepHooks, attached
 from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.adam_correction import AdamCorrection
 from offbeat.training.learning_rate.step_factor import StepFactor
@@ -158,7 +159,7 @@ class Components:
             elif isinstance(each.optimizer, SGD):
                 factor = StepFactor(each.optimizer, sgd_factor)
             scaled = self.worker.scaled
-            self.hooks += hook_optimizer(each, self.iteration, factor, scaled=scaled)
+            self.hooks.append(StepHooks(each, self.iteration, factor, scaled=scaled))
 
     def _completed(self, synced: bool) -> None:
         """Update the totals after an iteration. ``synced``: a mean has changed the model in it."""
