@@ -25,9 +25,9 @@ from offbeat.nodes.gradients import NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Gradients, Strategy
-from offbeat.training.checks.end_warnings import EndWarnings
 from offbeat.training.checks.loading import refuse_loading
 from offbeat.training.checks.same_setup import describe, require_same_setup
+from offbeat.training.checks.unfinished import UnfinishedWarning
 from offbeat.training.consensus import Consensus
 from offbeat.training.ddp import DDPSuppressor
 from offbeat.training.hooks import Removable, ScalerHooks, StepHooks, attached
@@ -124,10 +124,10 @@ class Components:
         self.objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self.objects)
         team.host.register_totals(lambda: self.recorder.stats)
-        self.end_warnings = EndWarnings(self, team.everyone.rank)
+        self.unfinished = UnfinishedWarning(self, team.everyone.rank)
         if team.everyone.size == 1:
-            self.end_warnings.cancel()
-        self.iteration.guard.on_failure = self.end_warnings.cancel
+            self.unfinished.cancel()
+        self.iteration.guard.on_failure = self.unfinished.cancel
         self.leased_samplers = 0
         self.recorder.restart()
         self.consensus.note_start()
@@ -165,13 +165,13 @@ class Components:
         """Update the totals after an iteration. ``synced``: a mean has changed the model in it."""
         self.recorder.count_step(synced=synced)
         self.consensus.note_parameters()
-        self.end_warnings.steps += 1
+        self.unfinished.steps += 1
 
     # -- end -------------------------------------------------------------------------------------
 
     def close(self, *, together: bool) -> None:
         """Remove all hooks and close the connections. ``together`` as in ``Communicator.close``."""
-        self.end_warnings.cancel()
+        self.unfinished.cancel()
         self.iteration.close()
         for hook in self.hooks:
             hook.remove()
