@@ -134,7 +134,7 @@ class Synchronizer:
                 that joins, if ``save`` raises on the worker that sends the state.
         """
         self._require_active("share_state()")
-        if self._components.end_warnings.steps:
+        if self._components.unfinished.steps:
             raise AttachError("share_state(): call it before the first step")
         if self._components.membership_changes is not None:
             self._components.state.share(save, load)
@@ -247,7 +247,6 @@ class Synchronizer:
             return
         self._iteration.require_own_model("finish()")
         self._consensus.check_parameters()
-        self._components.end_warnings.warn_if_not_counted(self._worker)
         with _normal_mode():
             extra = self._tensors_of(also, "finish")
             with self._iteration.guard:
@@ -427,7 +426,7 @@ def clock_of(sync: Synchronizer) -> Callable[[], float]:
 def has_joined(sync: Synchronizer) -> bool:
     """Return True if this worker has joined a running training, and has not taken a step since."""
     require_synchronizer(sync)
-    return sync._active and sync._components.joined and not sync._components.end_warnings.steps
+    return sync._active and sync._components.joined and not sync._components.unfinished.steps
 
 
 def require_synchronizer(sync: object) -> None:

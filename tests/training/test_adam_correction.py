@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import offbeat
 from loops import Sink, attach, close, error_of, restart, start
 from offbeat.strategies.base import Strategy
+from offbeat.training.hooks import StepHooks
 from offbeat.training.learning_rate.adam_correction import factor_of
-from offbeat.training.learning_rate.step_factor import StepFactor
 from offbeat_lab.baselines import STRATEGIES
 from problems import flat, make_batch, make_model, train_step
 from worlds import run, simulated
@@ -143,7 +143,9 @@ def test_a_failed_step_does_not_lengthen_the_next_one() -> None:
         model, optimizer, sync = start(rank, LOCAL, "adamw", adam_correction=True)
         train_step(model, optimizer, make_batch(rank, 0))
         sync.stats.details["lr_factor"] = [2.0]
-        (correction,) = (x for x in sync._components.hooks if isinstance(x, StepFactor))
+        (hooks,) = (x for x in sync._components.hooks if isinstance(x, StepHooks))
+        correction = hooks.factor
+        assert correction is not None
         correction.apply()
         assert optimizer.param_groups[0]["lr"] == 0.02
         correction.apply()  # the step between raised an error

@@ -79,7 +79,7 @@ def test_an_idle_step_makes_few_calls(strategy: offbeat.Strategy, most: int, lay
         step()
     found = calls_of(step)
     assert found.total() <= most, found
-    assert found["hooks.hook_optimizer.<locals>.before"] == 1, "the calls are counted"
+    assert found["hooks.StepHooks._before"] == 1, "the calls are counted"
     sync.detach()
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from loops import attach, error_of, sgd
 from offbeat import Compute, Network, simulate
 from offbeat.simulate import Kill
-from offbeat.training.checks.end_warnings import EndWarnings
-from problems import flat, loss_of, make_batch, make_model, train_step
+from offbeat.training.checks.unfinished import UnfinishedWarning
+from problems import flat, make_batch, make_model, train_step
 from worlds import simulated
 
 STRATEGIES = ["bsp", "local:period=4", "diloco:period=5", "streaming:staleness=8", "selsync"]
@@ -100,7 +100,6 @@ def by_hand(rank: int, size: int, text: str, steps: int) -> Any:
     sync = attach(model, optimizer, text, wire="float32")
     for step in range(steps):
         train_step(model, optimizer, make_batch(rank, step))
-    loss_of(model, make_batch(rank, steps)).backward()
     for p in model.parameters():
         p.data.add_(0.01 * (rank + 1))
     sync.finish()
@@ -112,10 +111,6 @@ def test_changes_by_hand_are_reported(text: str, caplog: pytest.LogCaptureFixtur
     """Neither strategy averages them: the final models differ."""
     models = simulated(by_hand, text, 0, workers=3)
     assert not torch.equal(models[0], models[1])
-    assert (
-        len(logged(caplog, "0 steps counted, although the model or its gradients have changed"))
-        == 3
-    )
     assert len(logged(caplog, "final model of rank 1, 2 differs from that of rank 0")) == 1
 
 
@@ -143,7 +138,7 @@ def test_a_forgotten_finish_is_reported(
         assert len(logged(caplog, r"has taken 1 steps and has called neither finish")) == 2 * steps
     caplog.clear()
     owners = [by_hand, forget]
-    warnings = [EndWarnings(owner, 3) for owner in owners]
+    warnings = [UnfinishedWarning(owner, 3) for owner in owners]
     warnings[1].steps = 7
     with monkeypatch.context() as patch:
         patch.setattr(sys, "last_value", KeyError(), raising=False)

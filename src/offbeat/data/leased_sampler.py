@@ -134,7 +134,7 @@ class LeasedSampler(Sampler[list[int]]):
         self._begun = self._ended = -1
         self._progress = 0.0
         self._has_loader = False
-        if not components.end_warnings.steps:
+        if not components.unfinished.steps:
             sync.share_state(self._values_for_joining, self._join)
 
     # -- epochs ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 - ``training.hooks`` calls ``training.iteration`` before and after every optimizer step.
 - ``training.iteration`` passes the step to the *flow*, the code that runs the strategy.
 - ``training.consensus`` replaces the local model by the mean over all workers.
+- ``training.checks`` compares the workers, and warns of misuse.
 - ``training.stats_recorder`` updates the totals and writes the telemetry records.
 """
 
@@ -24,12 +25,12 @@ from offbeat.nodes.gradients import NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Gradients, Strategy
-from offbeat.training.checks.end_warnings import EndWarnings
 from offbeat.training.checks.loading import refuse_loading
 from offbeat.training.checks.same_setup import describe, require_same_setup
+from offbeat.training.checks.unfinished import UnfinishedWarning
 from offbeat.training.consensus import Consensus
 from offbeat.training.ddp import DDPSuppressor
-from offbeat.training.hooks import Removable, ScalerHooks, attached, hook_optimizer
+from offbeat.training.hooks import Removable, ScalerHooks, StepHooks, attached
 from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.adam_correction import AdamCorrection
 from offbeat.training.learning_rate.step_factor import StepFactor
@@ -124,10 +125,10 @@ class Components:
         self.objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self.objects)
         team.host.register_totals(lambda: self.recorder.stats)
-        self.end_warnings = EndWarnings(self, team.everyone.rank)
+        self.unfinished = UnfinishedWarning(self, team.everyone.rank)
         if team.everyone.size == 1:
-            self.end_warnings.cancel()
-        self.iteration.guard.on_failure = self.end_warnings.cancel
+            self.unfinished.cancel()
+        self.iteration.guard.on_failure = self.unfinished.cancel
         self.leased_sampler_count = 0
         self.recorder.restart()
         self.consensus.note_start()
@@ -159,19 +160,19 @@ class Components:
             elif isinstance(each.optimizer, SGD):
                 factor = StepFactor(each.optimizer, sgd_factor)
             scaled = self.worker.scaled
-            self.hooks += hook_optimizer(each, self.iteration, factor, scaled=scaled)
+            self.hooks.append(StepHooks(each, self.iteration, factor, scaled=scaled))
 
     def _completed(self, synced: bool) -> None:
         """Update the totals after an iteration. ``synced``: True if a mean took effect in it."""
         self.recorder.count_step(synced=synced)
         self.consensus.note_parameters()
-        self.end_warnings.steps += 1
+        self.unfinished.steps += 1
 
     # -- end -------------------------------------------------------------------------------------
 
     def close(self, *, together: bool) -> None:
         """Remove all hooks and close the connections. ``together``: see ``Communicator.close``."""
-        self.end_warnings.cancel()
+        self.unfinished.cancel()
         self.iteration.close()
         for hook in self.hooks:
             hook.remove()

@@ -133,7 +133,9 @@ class Consensus:
     def _wait_for_all(self, call: str, also: Replica | None = None) -> Round:
         """Wait at a barrier until no worker takes a step. Returns the last round.
 
-        ``call`` is the public call in ``votes.CALLS`` that this worker is in.
+        Until then other workers may still take steps. Each of their rounds needs a vote of this
+        worker, which the flow sends. ``call`` is the public call in ``votes.CALLS`` that this
+        worker is in.
         """
         if self._shards is not None:
             self._shards.reshard()
@@ -143,7 +145,9 @@ class Consensus:
             worker.call_bits += ALSO * bool(also.everything())
             worker.call_bits += UNAVERAGED * self._comparison.has_changed()
         try:
-            return self._iteration.wait_for_all()
+            if self._iteration.node is not None:
+                self._iteration.node.average(0, stepping=False)
+            return self._iteration.flow.wait_for_all()
         finally:
             worker.call, worker.call_bits = "", 0
 

@@ -32,93 +32,109 @@ class Removable(Protocol):
         """Undo the change."""
 
 
-def hook_optimizer(
-    attached: AttachedOptimizer,
-    iteration: Iteration,
-    factor: StepFactor | None,
-    *,
-    scaled: bool,
-) -> list[Removable]:
-    """Call ``iteration.before_step`` before and ``iteration.complete`` after every optimizer step.
+class StepHooks:
+    """Hooks on the steps of an optimizer: ``iteration.before_step`` and ``iteration.complete``.
 
-    ``factor`` changes the learning rates during the step. In a step with a closure, ``before_step``
-    is called after the closure.
-
-    A step raises AttachError in these cases:
+    In a step with a closure, ``before_step`` is called after the closure. A step raises AttachError
+    in these cases:
 
     - The optimizer does not call its closure exactly once.
     - The first step communicates, although the workers do not step together.
     - A GradScaler calls the first step, and ``scaled`` is False.
     - An unknown optimizer steps the same parameters; see ``_require_known``.
-    """
-    optimizer, index = attached.optimizer, attached.index
-    uncalled = False
-    first, collectives = True, -1  # number of collectives when the first step began
 
-    def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
-        nonlocal uncalled, first, collectives
-        # A step may call the hooked step of its base class. Both are the same step.
-        first = first and (collectives < 0 or iteration.in_step)
-        if first and not scaled:
+    Attributes:
+        factor: Changes the learning rates. None: they do not change.
+    """
+
+    def __init__(
+        self,
+        attached: AttachedOptimizer,
+        iteration: Iteration,
+        factor: StepFactor | None,
+        *,
+        scaled: bool,
+    ) -> None:
+        self._index, self._kind = attached.index, type(attached.optimizer).__name__
+        self._iteration, self.factor, self._scaled = iteration, factor, scaled
+        self._first = True  # in the first step
+        self._collectives = -1  # number at the begin of the first step
+        self._uncalled = False  # True in a step with a closure, until it is called
+        # A training step under torch.compile would otherwise trace into the communication.
+        untraced: Callable[[Any], Any] = torch.compiler.disable
+        enable_step_hooks(attached.optimizer)
+        _iterations.add(iteration)
+        _watch_all_optimizers()
+        self._hooks = [
+            attached.optimizer.register_step_pre_hook(untraced(self._before)),
+            attached.optimizer.register_step_post_hook(untraced(self._after)),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks, and restore the learning rates."""
+        if self.factor is not None:
+            self.factor.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
+        iteration = self._iteration
+        # A step may call the hooked step of its base class.
+        self._first = self._first and (self._collectives < 0 or iteration.in_step)
+        if self._first and not self._scaled:
             _require_no_scaler()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        iteration.in_step, uncalled, changed = True, closure is not None, None
+        iteration.in_step, self._uncalled, changed = True, closure is not None, None
         if closure is None:
-            iteration.before_step(index)
+            iteration.before_step(self._index)
         elif len(args) > 1:
-            changed = (args[0], called_once(closure), *args[2:]), kwargs
+            changed = (args[0], self._called_once(closure), *args[2:]), kwargs
         else:
-            changed = args, {**kwargs, "closure": called_once(closure)}
-        if factor is not None:
-            factor.apply()
-        if collectives < 0:
-            collectives = _own_collectives()
+            changed = args, {**kwargs, "closure": self._called_once(closure)}
+        if self.factor is not None:
+            self.factor.apply()
+        if self._collectives < 0:
+            self._collectives = _own_collectives()
         return changed
 
-    def called_once(closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _called_once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         called = False
 
         def once() -> Any:
-            nonlocal called, uncalled
+            nonlocal called
             if called:
                 raise AttachError(
-                    f"{type(optimizer).__name__} calls its closure more than once a step, "
-                    "which cannot be synchronized; call it outside of step()"
+                    f"{self._kind} calls its closure more than once a step, which cannot be "
+                    "synchronized; call it outside of step()"
                 )
-            called, uncalled = True, False
+            called, self._uncalled = True, False
             loss = closure()
-            iteration.before_step(index)
+            self._iteration.before_step(self._index)
             return loss
 
         return once
 
-    def after(_: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        iteration = self._iteration
         iteration.in_step = False
-        if first and not iteration.flow.replicates and _own_collectives() != collectives:
+        if (
+            self._first
+            and not iteration.flow.replicates
+            and _own_collectives() != self._collectives
+        ):
             raise AttachError(
-                f"{type(optimizer).__name__} (or its closure) communicates in its step, and under "
+                f"{self._kind} (or its closure) communicates in its step, and under "
                 f"{iteration.flow.strategy} the workers do not step together: use an optimizer "
                 "that does not divide its work among the workers, or BSP()"
             )
-        if uncalled:
+        if self._uncalled:
             raise AttachError(
-                f"{type(optimizer).__name__} took a step without calling its closure, so its "
-                "gradients were not synchronized; call the closure outside of step()"
+                f"{self._kind} took a step without calling its closure, so its gradients were not "
+                "synchronized; call the closure outside of step()"
             )
         # A fused optimizer skips the step itself if a GradScaler has found an overflow.
         overflow = getattr(optimizer, "found_inf", None)
-        iteration.complete(index, skipped=overflow is not None and bool(overflow))
-
-    # A training step under torch.compile would otherwise trace into the communication.
-    untraced: Callable[[Any], Any] = torch.compiler.disable
-    enable_step_hooks(optimizer)
-    _iterations.add(iteration)
-    _watch_all_optimizers()
-    return [
-        *([] if factor is None else [factor]),
-        optimizer.register_step_pre_hook(untraced(before)),
-        optimizer.register_step_post_hook(untraced(after)),
-    ]
+        iteration.complete(self._index, skipped=overflow is not None and bool(overflow))
 
 
 @functools.cache

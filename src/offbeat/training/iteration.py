@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.averaging import AttachedOptimizer, Flow, Worker
-from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CommunicationError
 from offbeat.nodes.gradients import NodeMean
 from offbeat.nodes.shards import unsharded
@@ -319,16 +318,6 @@ class Iteration:
                 f"{what} in the middle of an iteration: call it after all optimizers have stepped, "
                 "and before the backward pass of the next step"
             )
-
-    def wait_for_all(self) -> Round:
-        """Wait at a barrier until all workers have reached it.
-
-        Until then other workers may still take steps. Each of their rounds needs a vote of this
-        worker, which the flow sends. Returns the last round, in which no worker takes a step.
-        """
-        if self.node is not None:
-            self.node.average(0, stepping=False)
-        return self.flow.wait_for_all()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

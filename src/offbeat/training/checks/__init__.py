@@ -4,5 +4,5 @@
 - ``same_setup``: all workers have equal settings, optimizers and shapes when training begins.
 - ``same_tensors``: which tensors differ between the workers at a consensus and at the end.
 - ``loading``: no values are loaded into an attached model outside of a consensus.
-- ``end_warnings``: training ends with ``finish``, and its steps were counted.
+- ``unfinished``: training ends with ``finish``.
 """

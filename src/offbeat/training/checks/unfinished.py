@@ -1,15 +1,13 @@
-"""Warnings about the end of training: without ``finish``, or after steps that were not counted."""
+"""A warning for training that ends without ``finish``."""
 
 import logging
 import sys
 import weakref
 
-from offbeat.averaging import Worker
-
 logger = logging.getLogger("offbeat")
 
 
-class EndWarnings:
+class UnfinishedWarning:
     """Logs a warning when ``owner`` is freed, or Python exits, after steps and without ``cancel``.
 
     Silent if an exception ends the program: then it is the reason.
@@ -33,16 +31,5 @@ class EndWarnings:
             )
 
     def cancel(self) -> None:
-        """Do not warn when ``owner`` is freed."""
+        """Never warn."""
         self._finalizer.detach()
-
-    def warn_if_not_counted(self, worker: Worker) -> None:
-        """Warn if ``steps`` is 0 at the end, although the script has trained the model."""
-        trained = worker.touched or any(p.grad is not None for _, p in worker.replica.parameters)
-        if trained and not self.steps:
-            logger.warning(
-                "rank %d: 0 steps counted, although the model or its gradients have changed: "
-                "Offbeat counts optimizer.step() of the attached optimizers. Use one instead of "
-                "changing parameters by hand",
-                worker.rank,
-            )
