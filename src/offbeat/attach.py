@@ -78,16 +78,16 @@ def attach(
             ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
         group: Process group of the workers, or a custom transport
             (``offbeat.transport.communicator.Transport``). None: the default group. But if the
-            environment variable ``OFFBEAT_STORE`` has the address of a store (a key-value server),
-            the workers that connect to this store; see docs/failures.md. A script without a process
+            environment variable ``OFFBEAT_STORE`` names a store (a server or a file), the workers
+            that gather there; see docs/failures.md. A script without a process
             group, and without ``WORLD_SIZE`` > 1 in its environment, trains as a single worker.
         node_group: Process group of this worker's node: workers that are connected by a fast
             network, for example the GPUs of one machine. "auto": the workers that one torchrun
             command started on this machine. None: every worker is a node by itself.
 
             - The workers of a node average their gradients and buffers in every step. The strategy
-              averages between the nodes, and counts each node as one worker. Each process of a
-              node sends a share of the model to the other nodes.
+              averages between the nodes, and counts each node as one worker. Each worker of a
+              node sends one share of the model to the other nodes.
             - All nodes must have equally many workers. The workers of one node must take equally
               many steps.
             - ``fully_shard`` may divide the model over a device mesh of the node's workers.

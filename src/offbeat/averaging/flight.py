@@ -214,7 +214,7 @@ class Flight:
             space.x.add(piece.start, shift)
 
     def preview(self) -> None:
-        """Change the local model as the landing will, but not P and v. The caller restores it."""
+        """Change x as the landing will, but not P and v. The caller restores x."""
         assert self.future is not None
         self.future.wait()
         if not self.total():

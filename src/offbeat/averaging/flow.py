@@ -206,7 +206,7 @@ class Flow(ABC):
     # -- non-finite values -----------------------------------------------------------------------
 
     def check_finite(self, *, stepping: bool, optimizer: int = 0) -> bool:
-        """Call ``is_finite`` if this worker contributes to the coming round, and count failures.
+        """Return ``is_finite`` of the contribution to the coming round, and count failures.
 
         Returns True without a check if there is a single worker or nothing to contribute.
         """

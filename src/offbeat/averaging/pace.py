@@ -67,8 +67,8 @@ class Sizer:
     if it is long. So the message takes F = ⌈time⌉ + cost/(2·0.03) steps, and a worker launches one
     every I = max(F, cost/0.05) steps on average. All n parts take n/m messages, or I·n/m steps. So
     the updates of the other workers in the local model have the mean age F + I·n/(2m). The sizer
-    chooses the m with the smallest age among those for which F is within the bound on the
-    staleness, because a worker would wait at the bound.
+    chooses the m with the smallest age. Unless m = 1, F must not exceed the bound on the
+    staleness, at which a worker would wait.
 
     Attributes:
         parts: Number n of parts of the model.
@@ -125,7 +125,7 @@ class Pace:
             or ``patience``·``growth`` while the worker is out of phase.
         in_phase: True if the newest wait ended with the arrival of the message. A worker out of
             phase waits only if its allowance is at least ``_ACQUIRE``, to come into phase again.
-        growth: Factor on the growth of the allowance out of phase. A wait in vain halves it.
+        growth: Factor on the growth of the allowance out of phase. A wait in vain then halves it.
         credit_seconds: Processor time that this worker may spend on the next message. Negative
             after a message that cost more than a step allows.
         began: Time at which the current step began. None: the step is not measured, for example

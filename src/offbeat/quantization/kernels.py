@@ -97,7 +97,7 @@ def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
             scale = min(folded[0] / (np.float32(number) / np.float32(BLOCK)), scale)
         if not finite:
             scale = np.float32(np.nan)
-        elif not scale >= np.float32(SMALLEST_SCALE):  # True for NaN, too: 0/0 without a chosen one
+        elif not scale >= np.float32(SMALLEST_SCALE):  # also true for 0/0, if no number is chosen
             scale = np.float32(0)
         usual = finite and scale > np.float32(0)
         inverse = np.float32(1) / scale if usual else np.float32(0)

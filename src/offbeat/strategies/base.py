@@ -241,8 +241,8 @@ class Strategy(ABC):
         """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + D + a·v.
 
         Only called with ``error_feedback`` and ``Outer.momentum`` > 0, once for each launch.
-        ``sums`` is the object that ``decide`` received for this launch. All workers must return the
-        same numbers.
+        ``sums`` has the values that ``decide`` received for this launch. All workers must return
+        the same numbers.
         """
         raise NotImplementedError
 
