@@ -79,8 +79,8 @@ def attach(
         group: Process group of the workers, or a custom transport
             (``offbeat.transport.communicator.Transport``). None: the default group. But if the
             environment variable ``OFFBEAT_STORE`` names a store (a server or a file), the workers
-            that gather there; see docs/failures.md. A script without a process
-            group, and without ``WORLD_SIZE`` > 1 in its environment, trains as a single worker.
+            that gather there; see docs/failures.md. A script without a process group, and without
+            ``WORLD_SIZE`` > 1 in its environment, trains as a single worker.
         node_group: Process group of this worker's node: workers that are connected by a fast
             network, for example the GPUs of one machine. "auto": the workers that one torchrun
             command started on this machine. None: every worker is a node by itself.
