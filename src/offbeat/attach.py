@@ -61,8 +61,8 @@ def attach(
     1. checks that all workers have the same model, optimizers and strategy,
     2. copies rank 0's parameters and buffers to all workers,
     3. hooks ``optimizer.step``, so that the strategy runs in every step,
-    4. hooks the parameters, if gradients are averaged or measured. This happens at the end of
-       ``backward()``, as in DDP, so that clipping and the optimizers see the mean.
+    4. hooks the parameters, if gradients are averaged or measured. The hooks run at the end of
+       ``backward()``, as in DDP, so that clipping and the optimizers see the mean gradient.
 
     The strategy counts iterations. One iteration is one step of every optimizer, regardless of the
     number of backward passes before it; see ``Synchronizer.no_sync`` for gradient accumulation.
@@ -70,24 +70,24 @@ def attach(
     Args:
         model: The model; several networks in an ``nn.ModuleList``. The strategy averages the
             parameters that have ``requires_grad`` now, or their gradients. To unfreeze further
-            parameters later, call ``detach`` and attach again. If DistributedDataParallel is around
-            the model, give the wrapper: its communication is switched off until ``finish`` or
-            ``detach``, also that of its ``join()``.
+            parameters later, call ``detach`` and attach again. If DistributedDataParallel wraps
+            the model, pass the wrapper. ``attach`` switches off its communication, including that
+            of ``join()``, until ``finish`` or ``detach``.
         optimizer: The optimizer of the model, or a list of optimizers.
         strategy: The algorithm that decides what the workers average and when, for example
             ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
         group: Process group of the workers, or a custom transport
-            (``offbeat.transport.communicator.Transport``). None: the workers that gather at the
-            store in the environment variable ``OFFBEAT_STORE``; see docs/failures.md. If the
-            variable is not set, the default group. A script without a process group, and without
-            ``WORLD_SIZE`` > 1 in its environment, trains alone, as one worker.
+            (``offbeat.transport.communicator.Transport``). None: the default group. But if the
+            environment variable ``OFFBEAT_STORE`` names a store (a server or a file), the workers
+            that gather there; see docs/failures.md. A script without a process group, and without
+            ``WORLD_SIZE`` > 1 in its environment, trains as a single worker.
         node_group: Process group of this worker's node: workers that are connected by a fast
             network, for example the GPUs of one machine. "auto": the workers that one torchrun
             command started on this machine. None: every worker is a node by itself.
 
             - The workers of a node average their gradients and buffers in every step. The strategy
-              averages between the nodes, and counts each node as one worker. Each worker averages
-              a share of the model.
+              averages between the nodes, and counts each node as one worker. Each worker of a
+              node sends one share of the model to the other nodes.
             - All nodes must have equally many workers. The workers of one node must take equally
               many steps.
             - ``fully_shard`` may divide the model over a device mesh of the node's workers.
@@ -99,10 +99,10 @@ def attach(
             feedback). Storing the errors takes one or two copies of the model, and none with
             ``StreamingAveraging``. Buffers are not quantized.
         adam_correction: True to lengthen the local steps of Adam, AdamW and NAdam by a measured
-            factor from 1 to √N. Each of the N workers divides its steps by the noise of its own
-            batches, so that their mean is shorter than one step of Adam with the mean gradient; see
-            docs/streaming.md. None: if the strategy averages models, and all optimizers are of
-            these types.
+            factor from 1 to √N, where N is the number of workers. Adam divides a step by the root
+            mean square of the gradients. Local gradients are noisier than the mean gradient, so the
+            mean of the local steps is too short; see docs/streaming.md. None: True if the strategy
+            averages models and all optimizers are of these types.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 
             - "raise": all workers raise ``OffbeatError``, before another model has received it.
@@ -115,15 +115,14 @@ def attach(
             Training is elastic with ``OFFBEAT_STORE``, as under ``offbeat run``: it continues after
             the loss of workers, and workers can join and receive the model of another worker; see
             docs/failures.md. None: the first number of ``OFFBEAT_WORKERS="2:4"``, or 1. Refused
-            with a process group, whose workers all raise a ``CommunicationError`` if one is lost.
+            with a process group: all its workers raise ``CommunicationError`` if one is lost.
         log: Destination of the telemetry records, one for each step: the path of a file of JSON
             lines, a sink (an object with ``write(record)`` and ``close()``), or a list of these.
             Each worker writes a separate file: the rank replaces ``{rank}`` in the path, or
             ``.rankN`` is inserted before its suffix. None: no records.
         timeout_seconds: Time limit of each operation between workers, from a millisecond to a year.
-            An operation that takes longer raises ``CommunicationTimeout``. Fast workers wait for
-            the slowest one inside operations, so the limit must be longer than the time by which a
-            worker may lag behind.
+            An operation that takes longer raises ``CommunicationTimeout``. Operations wait for the
+            slowest worker, so the limit must exceed the time by which a worker may lag behind.
 
     Returns:
         The synchronizer. It is also a context manager: a clean exit calls ``finish``, an exception
@@ -187,7 +186,7 @@ def attach(
     require_usable(local_model)
     require_synchronous_layers(model, strategy, nodes=node_group is not None)
     require_distinct_memory(dict(local_model.named_parameters()), strategy)
-    attached_optimizers = _attached(model, optimizers)
+    attached_optimizers = _attached_optimizers(model, optimizers)
     if shards is not None:
         attached_optimizers = [
             replace(each, parameters=[*map(shards.shard, each.parameters)])
@@ -206,7 +205,7 @@ def attach(
                 timeout_seconds,
                 elastic=elastic,
                 sharded=shards is not None,
-                # A mean of all workers' gradients in each step makes all models equal.
+                # Nodes are not needed if all workers average their gradients in each step.
                 needed=shards is not None or not isinstance(averages, Gradients),
             )
             on_failure.callback(team.close)
@@ -265,7 +264,9 @@ def _optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return [unwrapped_optimizer(optimizers)]
 
 
-def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[AttachedOptimizer]:
+def _attached_optimizers(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> list[AttachedOptimizer]:
     """Return each optimizer with its trainable parameters, in the order of ``model.parameters()``.
 
     Raises AttachError unless the optimizers can be synchronized.

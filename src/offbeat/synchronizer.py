@@ -73,9 +73,9 @@ class Synchronizer:
     def clip_grad_norm_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Scale the gradients so that their total L2 norm is at most ``max_norm``.
 
-        ``backward()`` has averaged the gradients under BSP, so that their mean is clipped. The
-        difference from ``torch.nn.utils.clip_grad_norm_`` is that the norm includes all shards of
-        a model that ``fully_shard`` has divided. With a GradScaler, call ``scaler.unscale_`` first.
+        Under BSP ``backward()`` has averaged the gradients, so this method clips the mean. Unlike
+        ``torch.nn.utils.clip_grad_norm_``, it includes in the norm all shards of a model that
+        ``fully_shard`` has divided. With a GradScaler, call ``scaler.unscale_`` first.
 
         Args:
             max_norm: Largest norm that is left unchanged.
@@ -95,16 +95,16 @@ class Synchronizer:
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ``backward()`` only adds to the gradients of this worker.
 
-        For gradient accumulation: all backward passes of a step but the last run inside.
+        For gradient accumulation: run all backward passes of a step except the last one inside.
 
             for i, batch in enumerate(batches):
                 with sync.no_sync() if i < len(batches) - 1 else contextlib.nullcontext():
                     loss_of(model, batch).backward()
             optimizer.step()
 
-        Outside, every backward pass averages the gradients under BSP and inside a node. Strategies
-        that average models do not need the context. ``optimizer.step()`` inside raises an
-        AttachError.
+        Outside the context every backward pass averages the gradients, if the strategy is BSP or
+        the worker belongs to a node. Other training does not need the context.
+        ``optimizer.step()`` inside the context raises an AttachError.
         ``DistributedDataParallel.no_sync`` of a wrapper given to ``attach`` has the same effect.
         """
         return self._iteration.no_sync()
@@ -126,12 +126,13 @@ class Synchronizer:
             save: Returns the state. Called now, and on one worker whenever another one joins:
                 inside ``optimizer.step()``, ``consensus()`` or ``finish()``, when ``step`` steps
                 are complete. The state has numbers, text, tensors, lists, tuples and dictionaries.
-            load: Called with that state, now, if this worker has joined. Tensors are on the CPU.
+            load: Receives that state. Called now, and only on a worker that has joined. Tensors are
+                on the CPU.
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or after the first step of a worker.
-            CheckpointError: the state has an object of another type. In ``attach`` of a worker
-                that joins, if ``save`` raises on the worker that sends the state.
+            CheckpointError: the state has an object of another type. If a later ``save`` fails,
+                ``attach`` raises this error on the worker that joins.
         """
         self._require_active("share_state()")
         if self._components.unfinished.steps:
@@ -157,8 +158,9 @@ class Synchronizer:
 
         To evaluate on one rank, test ``sync.rank`` inside the context; no barrier is needed. The
         other workers leave the context and train until they need this one, and then wait for at
-        most ``timeout_seconds``. A collective of your own is safe inside this context, if every
-        worker enters it: ``finish`` does not answer it. Elsewhere call ``mean`` directly before it.
+        most ``timeout_seconds``. A collective of your own is safe inside the context, unless a
+        worker is in ``finish``, where it does not take part in the collective. Outside the context
+        call ``mean`` directly before the collective.
 
         The context is also a decorator: ``evaluate = sync.consensus()(evaluate)`` makes every call
         of ``evaluate`` run inside a consensus.
@@ -168,7 +170,7 @@ class Synchronizer:
                 (EMA) that each worker computes of its local model. Frozen parameters are averaged,
                 too. The training does not change these modules, and ``offbeat.save`` does not save
                 them: pass their ``state_dict()`` as ``extra``. Needs memory for one copy of them.
-                A worker that may reach ``finish`` earlier gives it the same modules.
+                A worker that may call ``finish`` meanwhile must pass the same modules to it.
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
@@ -194,11 +196,11 @@ class Synchronizer:
     def mean(self, value: Value) -> Value:
         """Return the mean of ``value`` over all workers, such as that of a loss or an accuracy.
 
-        A collective: every worker calls it equally often, each after any number of steps. Until
-        then this worker takes part in the communication of the workers that still train. A
-        collective of ``torch.distributed`` does not, so it can deadlock outside of ``consensus``.
-        May be called inside ``consensus``, too. ``mean(0.0)`` is a barrier. ``stats`` counts
-        neither its time nor its bytes.
+        A collective: every worker calls it equally often, each after any number of steps. While it
+        waits, this worker takes part in the communication of the workers that still train. In a
+        collective of ``torch.distributed`` it would not, so that can deadlock outside of
+        ``consensus``. May be called inside ``consensus``, too. ``mean(0.0)`` is a barrier.
+        ``stats`` counts neither its time nor its bytes.
 
         Args:
             value: A number, or a small tensor of real numbers, which is not empty. It has equally
@@ -232,13 +234,12 @@ class Synchronizer:
         """End training: replace the model by the mean over all workers, and remove the hooks.
 
         Parameters and buffers are combined as in ``consensus``. A collective: every worker calls
-        it, each after any number of steps. The call returns when all workers have called it. Until
-        then this worker takes part in the communication of the workers that still train.
+        it, each after any number of steps. The call returns when all workers have called it. While
+        it waits, this worker takes part in the communication of the workers that still train.
 
         Args:
-            also: Further modules to replace by their mean; see ``consensus``. If a worker may call
-                ``consensus(also=…)`` after another worker has called ``finish``, give the same
-                modules here.
+            also: Further modules to replace by their mean; see ``consensus``. If another worker may
+                still call ``consensus(also=…)``, pass the same modules here.
 
         Raises:
             AttachError, MismatchError, TypeError: ``also`` is not valid; see ``consensus``.
@@ -293,8 +294,8 @@ class Synchronizer:
 
         It contains the model, the optimizers, the strategy's state and the totals. A collective:
         every worker calls this method at the same step, between two steps, and saves its result,
-        which only a worker of the same rank can load. It first lands what is in flight. Tensors are
-        not copied, as in torch's ``state_dict``.
+        which only a worker of the same rank can load. It first completes all averaging in progress.
+        Tensors are not copied, as in torch's ``state_dict``.
 
         Inside ``consensus`` and after ``finish`` the result is the *state of a consensus*: it has
         no state of the strategy. It can be loaded with any strategy, ``wire`` and number of
@@ -337,15 +338,15 @@ class Synchronizer:
 def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[Components]:
     """Return a context in which a state is saved or loaded, between two steps.
 
-    Unless the model is a consensus, what is in flight lands first, in a collective. ``stats``
-    counts neither time nor bytes of the context. ``what`` is the name of the caller in errors.
-    ``loads`` is True if the caller replaces the local model.
+    Outside of ``consensus``, entering the context is a collective that lands all parts in flight.
+    ``stats`` counts neither time nor bytes of the context. ``what`` is the name of the caller in
+    errors. ``loads`` is True if the caller replaces the local model.
 
     Raises:
         AttachError: after ``finish`` or ``detach``, or in the middle of an iteration. Or inside
             ``consensus``, if ``loads`` is set or ``fully_shard`` has divided the model.
-        CheckpointError: the strategy cannot be saved and loaded. Or inside ``consensus``, and
-            another worker has called ``finish``.
+        CheckpointError: the strategy cannot be saved and loaded. Or another worker has called
+            ``finish``, and this one is inside ``consensus``.
     """
     components = components_of(sync, what)
     iteration, consensus, recorder = components.iteration, components.consensus, sync._recorder
@@ -368,7 +369,8 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
         )
     try:
         with recorder.paused():
-            # Any error that the others do not raise, too, leaves this worker out of step with them.
+            # The guard refuses all communication after an error inside it. A CheckpointError leaves
+            # no operation out, so it is raised after the guard.
             refused: CheckpointError | None = None
             with iteration.guard:
                 if not shown:
@@ -407,7 +409,7 @@ def components_of(sync: Synchronizer, what: str) -> Components:
 
 
 def snapshot_of(sync: Synchronizer) -> list[Tensor]:
-    """Return what ``sync``'s worker contributes to an evaluation (``Flow.snapshot``).
+    """Return copies of the tensors that an evaluation needs from this worker (``Flow.snapshot``).
 
     Takes no training time.
     """

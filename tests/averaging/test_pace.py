@@ -31,7 +31,7 @@ def test_the_number_of_parts_makes_knowledge_youngest(parts: int, base: float, e
     sizer = Sizer(parts, time=Line(base, each, known=True))
     sizer.measure(base + each, 1)
     assert (sizer.time.base, sizer.time.each) == (base, each), "what was expected teaches nothing"
-    assert sizer.steps == base + each * sizer.number
+    assert sizer.expected_steps == base + each * sizer.number
     flights = {m: int(base + each * m + 0.1) + 1 for m in range(1, parts + 1)}
     ages = {m: age(parts, m, flight) for m, flight in flights.items()}
     # Parts whose number is no multiple of m are a little older than the formula says.

@@ -11,9 +11,9 @@ sum of the updates has arrived, the part *lands*:
               P ← P + Δ
               x ← x + Δ − u             the local steps since the launch stay in x
 
-A strategy chooses when parts are launched, how late they land, and the factors μ, c and a. P is not
-stored if all workers wait for each mean, the mean is exact and there is no outer step. Then u is x,
-and x becomes the mean.
+A strategy chooses when parts are launched, how late they land, and the factors μ, c and a of the
+*outer step*, the step of P along D. P is not stored if all workers wait for each mean, the mean is
+exact and the outer step is P ← P + D. Then u is x, and x becomes the mean.
 
 ``RoundAverager`` launches parts in *rounds*: the workers vote, and the strategy decides.
 ``ClockedAverager`` (``clocked.py``) needs no votes before a launch: the landing of one message
@@ -35,7 +35,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.flat import Share, Slice, Space, cut, make_spaces
-from offbeat.averaging.flight import Flight, Part, Step, sections_of
+from offbeat.averaging.flight import Flight, OuterStep, Part, sections_of
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.model_mean import BufferMean
 from offbeat.averaging.pace import Sizer
@@ -65,7 +65,7 @@ class AveragerState:
         velocity: v, like ``shared``.
         errors: Quantization errors of the sums, like ``shared``; see ``Stream``.
         view: The data about this worker that the strategy may read.
-        landings: Number of landings in this generation.
+        landings: Number of parts that have landed in this generation.
         launch_step: Local step of the newest launch, initially the first step of the generation.
         fresh_step: Local step at which the newest landed part was launched, initially the first
             step of the generation.
@@ -74,7 +74,7 @@ class AveragerState:
         checked_step: Local step of the last check for non-finite values.
         staleness: Histogram: for each staleness, the number of local steps that ended with it.
         flight_seconds: Seconds from launch to arrival, summed over all landings.
-        sizer: Chooses the number of parts in a message. Only used with self-clocked launches.
+        sizer: Chooses the number of parts in a message. Only used by ``ClockedAverager``.
     """
 
     shared: list[Tensor]
@@ -136,17 +136,17 @@ class Averager(Flow):
     def _make_parts(self) -> None:
         """Allocate P and v, and cut the model into parts.
 
-        If a node has several copies of the model, each process averages a share of each part. It
-        stores P and v of this share only, and computes the slices of all shares.
+        If a node has several copies of the model, each process averages one share of each part, and
+        stores P and v of this share only. It knows the slices of all shares, to exchange them.
         """
         worker, averages = self.worker, self.averages
         team, wire, several = worker.team, worker.wire, worker.size > 1
-        # An exact mean of whole models needs no P.
-        # A single worker takes outer steps, too, unless they lengthen the mean of several workers.
-        steps = not averages.outer.plain and (several or not averages.error_feedback)
+        # With ``error_feedback`` the outer step makes up for a mean shorter than the updates,
+        # so a single worker takes none. An exact mean of whole models needs no P.
+        outer = not averages.outer.plain and (several or not averages.error_feedback)
         inexact = several and (not wire.exact or averages.eager)
-        self._stores = self.stores_shared or steps or inexact
-        velocity = steps and averages.outer.momentum > 0
+        self._stores = self.stores_shared or outer or inexact
+        velocity = outer and averages.outer.momentum > 0
         place = team.node.inside.rank if team.node is not None and team.models_per_node > 1 else 0
         spaces = [
             make_spaces(
@@ -178,7 +178,8 @@ class Averager(Flow):
         size = sum(space.x.elements * space.x.tensors[0].itemsize for space in spaces)
         (largest,) = worker.team.maximum_over_node(size)
         number = parts(round(largest)) if callable(parts) else parts
-        # If the mean has two stages, each worker sums an equal number of blocks of each part.
+        # A quantized sum in two stages (``quantization/message.py``) gives each worker equally many
+        # blocks of each part to add up.
         owners = 1 if worker.size <= SINGLE_STAGE_WORKERS else worker.size
         return cut(spaces, number, 1 if self.precision is None else BLOCK * owners)
 
@@ -234,7 +235,7 @@ class Averager(Flow):
         parts: Sequence[Part],
         weight: float,
         total: Callable[[], float],
-        steps: list[Step] | Callable[[], list[Step]],
+        steps: list[OuterStep] | Callable[[], list[OuterStep]],
     ) -> Flight:
         """Begin a launch. The caller then runs ``Flight.work`` (it packs u), and calls ``send``."""
         view, worker = self.state.view, self.worker
@@ -298,7 +299,7 @@ class Averager(Flow):
     # -- landing ---------------------------------------------------------------------------------
 
     def land(self, flight: Flight, *, take: bool = True) -> None:
-        """Wait for a message, then move P and the local model. If it fails, nothing changes.
+        """Wait for a message, then move P and the local model. A failed message changes nothing.
 
         ``take`` False discards the mean, which is allowed only if P is not stored.
         """
@@ -349,21 +350,21 @@ class Averager(Flow):
             exchange_shares(node.inside, self._slices_of, [part.index for part in parts])
 
     def buffer_total(self, flight: Flight) -> float:
-        """Return the sum of the workers' weights, by which sums of buffers are divided."""
+        """Return the sum of the workers' weights in the mean of the buffers."""
         return flight.total()
 
-    def settle(self) -> None:
+    def land_all(self) -> None:
         """Land everything that is in flight."""
         while self._flying:
             self.land(self._flying[0])
 
-    def outer_steps(self, parts: Sequence[Part], votes: SummedVotes) -> list[Step]:
+    def outer_steps(self, parts: Sequence[Part], votes: SummedVotes) -> list[OuterStep]:
         """Return the outer step of each part."""
         outer, view = self.averages.outer, self.state.view
         if not (self.averages.error_feedback and outer.momentum):
-            return [Step(outer.momentum, outer.lr, outer.lr * outer.momentum)] * len(parts)
+            return [OuterStep(outer.momentum, outer.lr, outer.lr * outer.momentum)] * len(parts)
         steps = [self.strategy.outer_step(view, part.index, votes) for part in parts]
-        return [Step(momentum, 1.0, lookahead) for momentum, lookahead in steps]
+        return [OuterStep(momentum, 1.0, lookahead) for momentum, lookahead in steps]
 
     def next_parts(self, number: float) -> list[Part]:
         """Return the parts that are launched next, in cyclic order. ``inf``: all parts."""
@@ -400,9 +401,9 @@ class Averager(Flow):
     def consensus(self, last: Round, *, final: bool) -> None:
         worker = self.worker
         if final:
-            self.settle()
+            self.land_all()
         for flight in self._flying:
-            flight.show()
+            flight.preview()
             self._share(flight.parts)
         if worker.size == 1:
             return
@@ -418,7 +419,7 @@ class Averager(Flow):
 
     @override
     def before_save(self) -> None:
-        self.settle()
+        self.land_all()
         self.state.synced_steps = [part.synced_step for part in self.parts]
 
     @override

@@ -27,15 +27,17 @@ class ClockedAverager(Averager):
     depend on these sums and on values that are equal on all workers.
 
     At the end of a step a worker may wait for a message that is about to arrive. It then launches
-    the next one in this step, and not in the next one. So the workers stay in phase.
+    the next message at the end of this step, not one step later. So the workers stay in phase: they
+    launch a message at about the same time, and none waits long for the others.
 
     At a barrier a worker continues to launch and land, with ``stepping=False``. The barrier ends
     with the first message in whose votes no worker steps. All workers were at the barrier
     when they launched it, and none has launched a later one.
 
-    The training thread packs and lands at most ``STEP_END_SHARE`` of a step, or one piece of each,
-    at a step boundary. There is no such limit in a node, at a barrier, and at the bound on the
-    staleness. A background thread adds up the updates and moves P and v.
+    At a step boundary the training thread packs and lands for at most ``STEP_END_SHARE`` of the
+    time of a step, but at least one *piece* (``flight.py``) of each message. This limit does not
+    apply in a node, at a barrier, and at the bound on the staleness. Background threads add up the
+    updates, and move P and v when the sum arrives.
     """
 
     def __init__(self, strategy: Strategy, worker: Worker, averages: GlobalModel) -> None:
@@ -44,12 +46,12 @@ class ClockedAverager(Averager):
 
     @override
     def start(self) -> None:
-        self._alone = self.worker.size == 1  # then nothing is launched
+        self._alone = self.worker.size == 1  # a single worker launches nothing
         super().start()
-        # Of the newest landed message: time from sending to arrival, and processor time, in steps.
-        self._flight_steps, self._cost = math.inf, 0.0
-        self._measured = 0  # number of parts in the newest message that has landed
-        self._sums = Vote(numbers=(0.0,) * len(self._vote(stepping=False).numbers))  # of its votes
+        # Measurements of the newest received message: time from sending to arrival and processor
+        # time, both in steps; number of parts; summed votes.
+        self._flight_steps, self._cost, self._received_parts = math.inf, 0.0, 0
+        self._sums = Vote(numbers=(0.0,) * len(self._vote(stepping=False).numbers))
         self.vote_length = len(self._sums.row())
 
     # -- steps -----------------------------------------------------------------------------------
@@ -70,8 +72,8 @@ class ClockedAverager(Averager):
     def _launch_and_land(self) -> None:
         state, worker, pace = self.state, self.worker, self.pace
         pace.step_ended(worker.team.host.now())
-        arrived = self._wait_a_moment()
-        # In a node all processes decide alike: ``_wait_a_moment`` has made the credit equal.
+        arrived = self._await_arrival()
+        # ``_await_arrival`` has made the credit equal on all processes of a node, so they agree.
         may_launch = pace.credit_seconds >= 0
         self._advance(arrived=arrived, may_launch=may_launch)
         while worker.step - state.fresh_step >= self.averages.bound:
@@ -79,8 +81,8 @@ class ClockedAverager(Averager):
             if self.unsynced:
                 self._advance(arrived=False, may_launch=may_launch)
 
-    def _wait_a_moment(self) -> bool:
-        """Wait for a message that is about to arrive. Returns True if one has arrived.
+    def _await_arrival(self) -> bool:
+        """Wait briefly if the message in flight is about to arrive. Returns True if it has arrived.
 
         The processes of a node agree on the result, and on ``credit_seconds``.
         """
@@ -88,7 +90,7 @@ class ClockedAverager(Averager):
         flight = self._flying[0] if self._flying else None
         if flight is not None and flight.moved is not None:
             moved, limit = flight.moved, pace.wait_seconds()
-            expected = self.state.sizer.steps * pace.step_seconds
+            expected = self.state.sizer.expected_steps * pace.step_seconds
             missing = expected - (team.host.now() - flight.sent_seconds)
             if limit and missing < limit and not moved.done():
                 what = f"a message at step {self.worker.step}"
@@ -149,7 +151,7 @@ class ClockedAverager(Averager):
     # -- messages --------------------------------------------------------------------------------
 
     def _vote(self, *, stepping: bool) -> Vote:
-        """Return this worker's vote. Its last number is the processor time of a part."""
+        """Return this worker's vote. The last number is the processor time of a message."""
         return Vote(
             weight=float(stepping or self.unsynced),
             stepping=stepping,
@@ -196,7 +198,7 @@ class ClockedAverager(Averager):
         flight.moved = team.landings.start(flight.future, move, what=flight.message.what, like=like)
 
     def _receive(self, flight: Flight) -> None:
-        """Prepare the landing of a message that has arrived. Called again, it does nothing."""
+        """Prepare the landing of a message that has arrived. A second call does nothing."""
         if flight.received:
             return
         flight.received = True
@@ -213,12 +215,12 @@ class ClockedAverager(Averager):
         if pace.step_seconds and flight.arrived_seconds is not None:
             seconds = flight.arrived_seconds - flight.sent_seconds
             (self._flight_steps,) = self.worker.team.maximum_over_node(seconds / pace.step_seconds)
-        # What the workers have measured of the previous message came with this one.
+        # The votes in this message contain the workers' measurements of the previous message.
         fastest = min(vote.flight_steps for vote in flight.votes)
-        if math.isfinite(fastest) and self._measured:
+        if math.isfinite(fastest) and self._received_parts:
             cost = max(vote.numbers[-1] for vote in flight.votes)
-            state.sizer.measure(fastest, self._measured, cost)
-        self._measured = len(flight.parts)
+            state.sizer.measure(fastest, self._received_parts, cost)
+        self._received_parts = len(flight.parts)
 
     @override
     def finish_landing(self, flight: Flight, *, take: bool = True) -> None:
@@ -233,7 +235,7 @@ class ClockedAverager(Averager):
 
     @override
     def consensus_weights(self, last: Round) -> tuple[float, float]:
-        # Each model contains P and what its worker has not sent, such as parts not in the message.
+        # Every model counts, because x − P may contain changes that its worker has not sent yet.
         return 1.0, float(self.worker.size)
 
     @override
@@ -272,11 +274,11 @@ class ClockedAverager(Averager):
 
 
 def _contributors(votes: Sequence[Vote]) -> float:
-    """Return the number of workers by which the sum of the updates in a message is divided.
+    """Return Σ w, the number of workers by which the sum of the updates in a message is divided.
 
-    A worker counts if it contributes. It also counts, with an update of zero, if it has taken as
-    many local steps as a worker that contributes, because it has then sent its changes of these
-    steps before. A worker that ran out of data earlier does not count.
+    A worker that sends an update has w = 1. A worker without new steps has w = 1, too, with the
+    update 0, as long as it has taken at least as many local steps as the slowest sender: it has
+    sent its changes of these steps earlier. After that, w = 0.
     """
-    behind = min((vote.step for vote in votes if vote.weight), default=math.inf)
-    return float(sum(vote.weight > 0 or vote.step >= behind for vote in votes))
+    slowest = min((vote.step for vote in votes if vote.weight), default=math.inf)
+    return float(sum(vote.weight > 0 or vote.step >= slowest for vote in votes))

@@ -2,8 +2,8 @@
 
 ``Flat`` reads and changes tensors like one vector. The optimizer, the modules and CUDA graphs hold
 the tensors, so it changes them in place. The vectors that the workers sum have the dtype of the
-tensors, with three exceptions: those of float16 and bfloat16 tensors have float32, complex numbers
-are pairs of reals, and bool is uint8.
+tensors, with three exceptions: float16 and bfloat16 become float32, complex numbers become pairs of
+reals, and bool becomes uint8.
 
 The global model P and its velocity v are flat tensors (``Space``). The local model x stays in the
 tensors of the user.
@@ -40,7 +40,7 @@ def staging_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class Share(NamedTuple):
-    """Part ``place`` of ``number`` of each tensor, which one process of a node averages."""
+    """Share ``place`` of ``number`` shares of each tensor. One process of a node averages it."""
 
     place: int
     number: int
@@ -61,12 +61,12 @@ class Flat:
     A complex element is two numbers. A tensor with gaps in memory is copied at each access.
 
     Args:
-        tensors: At least one tensor. ``make_flats`` groups tensors by dtype and device. For other
-            tensors, ``dtype`` and ``device`` are those of the first one, and values are converted.
+        tensors: At least one tensor, usually of one dtype and device (``make_flats``). In a mixture
+            ``dtype`` and ``device`` are those of the first tensor, and values are converted.
         share: The vector contains only this share of the numbers of each tensor.
-        in_memory_order: True if the numbers of a tensor come in the order in which they lie in
-            memory. False: in row-major order, for tensors that have other strides on other workers.
-            A tensor in another order is then copied at each access.
+        in_memory_order: True: the vector has the numbers of a tensor in their order in memory.
+            False: in row-major order, which is equal on workers whose strides differ. A tensor that
+            is not row-major is then copied at each access.
 
     Attributes:
         tensors: The tensors.
@@ -87,13 +87,13 @@ class Flat:
         self._addresses: list[int] = []
         self.refresh()
         bounds = [share.of(view.numel()) for view in self._views]
-        self._firsts = [first for first, _ in bounds]  # of the share, in each tensor
+        self._firsts = [first for first, _ in bounds]  # where the share begins in each tensor
         self.lengths = [last - first for first, last in bounds]
         self._ends = list(itertools.accumulate(self.lengths))
         self.elements = self._ends[-1]
 
     def refresh(self) -> None:
-        """Look at the tensors' memory again, because a module may have been moved."""
+        """Renew the views if the memory of a tensor has changed, for example by ``module.to``."""
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         if addresses == self._addresses:
             return
@@ -259,7 +259,7 @@ def cut(spaces: Sequence[Space], parts: int, unit: int = 1) -> list[list[Slice]]
     Args:
         spaces: The spaces.
         parts: Largest number of parts.
-        unit: Cuts inside a space are at multiples of so many numbers.
+        unit: Cuts inside a space are at multiples of ``unit`` numbers.
 
     Returns:
         The slices of each part, at least one. There are fewer parts than requested if there are
@@ -273,7 +273,7 @@ def cut(spaces: Sequence[Space], parts: int, unit: int = 1) -> list[list[Slice]]
         while start < space.x.elements:
             stop = space.x.elements
             if part < parts - 1:
-                end = total * (part + 1) - done * parts  # of this part, in bytes / parts
+                end = total * (part + 1) - done * parts  # end of this part, in bytes · ``parts``
                 stop = min(stop, -(-end // (itemsize * parts * unit)) * unit)  # rounded up
             if start < stop:
                 slices[part].append(Slice(space, start, stop))
@@ -285,7 +285,7 @@ def cut(spaces: Sequence[Space], parts: int, unit: int = 1) -> list[list[Slice]]
 
 
 def joined(slices: Iterable[tuple[Slice, T]]) -> list[tuple[Slice, T]]:
-    """Join slices that follow each other in a space and have equal values."""
+    """Join slices that follow each other in a space, if their second values are equal."""
     found: list[tuple[Slice, T]] = []
     for each, value in slices:
         if found:

@@ -1,4 +1,4 @@
-"""Flights: updates of parts of the model, from the local model to the shared one.
+"""Flights: updates of parts of the model, from the launch to the landing.
 
 The symbols are those of ``averager.py``. All work proceeds in *pieces*, slices that fit into the
 cache of a processor. So a worker can do a bounded part of the work at the end of a step. The
@@ -22,10 +22,10 @@ from offbeat.quantization.kernels import kernels_for
 from offbeat.quantization.message import Message, Squares
 from offbeat.transport.future import Future
 
-Place = tuple[int, int]  # of a piece in a message: section, first number in it
+Place = tuple[int, int]  # index of a section in a message, and position of a piece in the section
 
 
-class Step(NamedTuple):
+class OuterStep(NamedTuple):
     """The outer step of P along D: v ← momentum·v + D, Δ = direct·D + lookahead·v."""
 
     momentum: float = 0.0
@@ -63,7 +63,7 @@ class Flight:
     Attributes:
         parts: The parts.
         sections: ``sections_of`` the parts.
-        message: Their updates.
+        message: Message that contains the updates.
         weight: Weight of this worker.
         total: Function that returns the sum of all workers' weights, once it is known. It must not
             hold the flight: the cycle would keep the message in memory.
@@ -82,9 +82,9 @@ class Flight:
         vote: Vote of this worker, if it travels in the message.
         votes: Votes of all workers, by rank, once the message has arrived.
         sums: Sum of the ``votes``.
-        moved: Future of the work of the background thread; None if there is none.
+        moved: Future that is done when the background thread has moved P; None without a thread.
         background_seconds: Processor time of the background thread.
-        processor_seconds: Processor time of both threads.
+        processor_seconds: Processor time of the training thread and the background thread.
         received: True once the landing has begun.
     """
 
@@ -93,7 +93,7 @@ class Flight:
     message: Message
     weight: float
     total: Callable[[], float]
-    steps: list[Step] | Callable[[], list[Step]]
+    steps: list[OuterStep] | Callable[[], list[OuterStep]]
     step: int
     exact: bool
     measures: bool = False
@@ -113,7 +113,7 @@ class Flight:
     processor_seconds: float = 0.0
     received: bool = False
 
-    def outer(self) -> list[Step]:
+    def outer(self) -> list[OuterStep]:
         """Return the outer step of each part."""
         if callable(self.steps):
             self.steps = self.steps()
@@ -124,7 +124,7 @@ class Flight:
             for piece in whole.pieces():
                 yield (index, piece.start - whole.start), piece
 
-    def _pieces_and_steps(self) -> Iterator[tuple[Place, Slice, Step]]:
+    def _pieces_and_steps(self) -> Iterator[tuple[Place, Slice, OuterStep]]:
         pairs = zip(self.parts, self.outer(), strict=True)
         index = 0
         for whole, step in joined((each, step) for part, step in pairs for each in part.slices):
@@ -194,7 +194,9 @@ class Flight:
         for place, piece, step in self._pieces_and_steps():
             self._move_and_add(place, piece, step, overwrite=overwrite and self.exact)
 
-    def _move_and_add(self, place: Place, piece: Slice, step: Step, *, overwrite: bool) -> None:
+    def _move_and_add(
+        self, place: Place, piece: Slice, step: OuterStep, *, overwrite: bool
+    ) -> None:
         space = piece.space
         shift = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
         if space.P is not None:
@@ -211,8 +213,8 @@ class Flight:
         else:
             space.x.add(piece.start, shift)
 
-    def show(self) -> None:
-        """Change the local model as the landing will. The caller restores the model."""
+    def preview(self) -> None:
+        """Change x as the landing will, but not P and v. The caller restores x."""
         assert self.future is not None
         self.future.wait()
         if not self.total():
@@ -228,14 +230,14 @@ class Flight:
         self.squares = squares
 
     def _shift_to_mean(self, piece: Slice, mean: Tensor, sent: Tensor, shift: Tensor) -> None:
-        """shift ← mean − u, where P is not stored. ``sent`` is w·u. Overwritten."""
+        """shift ← mean − u, where P is not stored. ``sent`` is w·u and is overwritten."""
         if self.weight:
             sent.mul_(1 / self.weight)
         else:  # this worker has sent nothing: its model becomes the mean
             piece.space.x.read(piece.start, sent)
         torch.sub(mean, sent, out=shift)
 
-    def _move(self, place: Place, piece: Slice, step: Step, shift: Tensor) -> None:
+    def _move(self, place: Place, piece: Slice, step: OuterStep, shift: Tensor) -> None:
         """Move P and v of a piece.  shift ← Δ − u."""
         space, total = piece.space, self.total()
         assert space.P is not None
@@ -257,10 +259,10 @@ class Flight:
         sent: Tensor,
         shared: Tensor,
         velocity: Tensor,
-        step: Step,
+        step: OuterStep,
         total: float,
     ) -> None:
-        """Apply the sum of the updates in ``shift`` as the compiled loop ``land`` does."""
+        """Move P and v by the sum of the updates in ``shift``, like the compiled loop ``land``."""
         shift.mul_(1 / total)
         if self.measures:
             pair = torch.stack([torch.dot(shift, shift), torch.dot(sent, sent)])

@@ -61,9 +61,9 @@ class Flow(ABC):
     def start(self) -> None:
         """Initialize the state when a generation begins. All workers have the same model.
 
-        The caller may load fields afterwards. A checkpoint supplies all fields. After a membership
-        change, the most advanced worker supplies the fields marked ``common()``, and this worker's
-        flow in the previous generation supplies those marked ``local()``.
+        The caller may then overwrite fields of ``state``. A checkpoint supplies all fields. After a
+        membership change, the most advanced worker supplies the fields marked ``common()``, and
+        this worker's flow of the previous generation supplies those marked ``local()``.
         """
 
     # -- events of the training loop -------------------------------------------------------------
@@ -101,12 +101,12 @@ class Flow(ABC):
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         """Handle the gradients of one optimizer, before the optimizer steps.
 
-        Called once in each step. With ``replicates`` it is called at the end of backward, and again
-        if the training loop has replaced the gradients since, or after another backward pass.
+        Called once for each optimizer in each step. With ``replicates`` it is called at the end of
+        each backward pass instead, and again if the training loop then replaces the gradients.
 
         Args:
             optimizer: The optimizer.
-            last: True in the first call for the last optimizer of this step.
+            last: True if this is the last optimizer of the step, in the first call for it.
 
         Returns:
             True if this call synchronized the workers, for example averaged their gradients.
@@ -194,7 +194,7 @@ class Flow(ABC):
         try:
             synced = self.decide(round)
         except CommunicationError:
-            round.wait()  # raises the cause if another worker left because the votes differ
+            round.wait()  # raises the MismatchError if another worker left because of one
             raise
         self.syncs += synced
         return synced
@@ -206,9 +206,9 @@ class Flow(ABC):
     # -- non-finite values -----------------------------------------------------------------------
 
     def check_finite(self, *, stepping: bool, optimizer: int = 0) -> bool:
-        """Return False if this worker's contribution to the coming round is known non-finite.
+        """Return ``is_finite`` of the contribution to the coming round, and count failures.
 
-        With a single worker, or if this worker contributes nothing, returns True without a check.
+        Returns True without a check if there is a single worker or nothing to contribute.
         """
         worker = self.worker
         if worker.size == 1 or not (stepping or self.unsynced):
@@ -219,8 +219,9 @@ class Flow(ABC):
         return finite
 
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
-        """Return False if this worker's contribution is known non-finite. Arguments as in ``vote``.
+        """Return False if this worker's contribution is known to contain NaN or infinity.
 
-        A subclass overrides this method, and calls ``check_finite``.
+        The arguments are those of ``vote``. A subclass overrides this method. Its ``vote`` calls
+        ``check_finite``, which calls this method.
         """
         return True

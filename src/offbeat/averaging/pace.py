@@ -2,15 +2,17 @@
 
 A worker has at most one *message* in flight, which contains the updates of one or several parts of
 the model. It launches the next message at the end of the local step in which the previous one has
-landed. All times are in local steps, unless a name ends in ``seconds``.
+landed. Workers are *in phase* if they launch a message at about the same time. To stay in phase, a
+worker may wait at the end of a step for a message that is about to arrive. Its *allowance* limits
+these waits. All times are in local steps, unless a name ends in ``seconds``.
 """
 
 import math
 from dataclasses import dataclass, field
 
-_MOST_ALLOWANCE = 1.0  # steps
-_ACQUIRE = 0.7  # steps of allowance with which a worker tries to come into phase
-_LEAST_GROWTH = 1 / 64
+_MOST_ALLOWANCE = 1.0  # largest allowance, in steps
+_ACQUIRE = 0.7  # allowance, in steps, from which on a worker out of phase waits
+_LEAST_GROWTH = 1 / 64  # smallest ``Pace.growth``
 STEP_END_SHARE = 0.03
 """Share of a step for which the training thread may pack or land parts at a step boundary."""
 _MOST_SHARE = 0.05
@@ -41,7 +43,8 @@ class Line:
     def learn(self, steps: float, number: int, *, first: bool) -> None:
         """Learn from a message with ``number`` parts that took ``steps``.
 
-        ``first``: one with two parts follows, and both together tell ``base`` and ``each``.
+        ``first`` is True for the first message, of one part. The next one has two parts, and the
+        difference of their times is ``each``.
         """
         if first:
             self.each = steps
@@ -62,16 +65,17 @@ class Sizer:
     A message with m parts lands at the end of a step; 0.1 steps are kept free. About half of its
     processor time is packing and adding by the training thread, which takes several step boundaries
     if it is long. So the message takes F = ⌈time⌉ + cost/(2·0.03) steps, and a worker launches one
-    every I = max(F, cost/0.05) steps on average. The mean age of what it knows about the others is
-    F + I·n/(2m): the message, and half of the n/m messages in a pass of the model. The number m
-    minimizes it, but F must not exceed the bound on the staleness, at which the worker would wait.
+    every I = max(F, cost/0.05) steps on average. All n parts take n/m messages, or I·n/m steps. So
+    the updates of the other workers in the local model have the mean age F + I·n/(2m). The sizer
+    chooses the m with the smallest age. Unless m = 1, F must not exceed the bound on the
+    staleness, at which a worker would wait.
 
     Attributes:
         parts: Number n of parts of the model.
         number: Number m of parts in the next message.
         bound: Bound on the staleness.
         time: Time from sending to arrival of a message.
-        cost: Processor time of a message, of the worker that needs most.
+        cost: Processor time of a message on the worker that spends most.
     """
 
     parts: int
@@ -81,14 +85,14 @@ class Sizer:
     cost: Line = field(default_factory=Line)
 
     @property
-    def steps(self) -> float:
+    def expected_steps(self) -> float:
         """Expected time of the next message, in steps. Infinite before the first measurements."""
         return self.time.at(self.number) if self.time.known else math.inf
 
     def measure(self, steps: float, number: int, cost: float = 0.0) -> None:
         """Learn from a message with ``number`` parts, and choose the parts of the next one.
 
-        ``steps`` is its time, and ``cost`` its processor time, in steps.
+        ``steps`` is the time of this message, and ``cost`` its processor time, both in steps.
         """
         first = number == 1 < self.parts and not self.time.known
         self.time.learn(steps, number, first=first)
@@ -100,7 +104,7 @@ class Sizer:
         self.number = min(fits, key=self.age)
 
     def age(self, number: int) -> float:
-        """Return the mean age of what a worker knows, if messages have ``number`` parts."""
+        """Return the mean age of the other workers' updates if messages have ``number`` parts."""
         flight = self._flight(number)
         every = max(flight, self.cost.at(number) / _MOST_SHARE)
         return flight + every * self.parts / (2 * number)
@@ -115,20 +119,20 @@ class Pace:
     """Step times of one worker, its waits and its processor time.
 
     Attributes:
+        patience: Largest share of the training time for which this worker waits.
         step_seconds: Duration of a local step without waits, an exponential average. 0: unknown.
-        allowance: Time for which this worker may wait now, in steps. Each step adds
-            ``share``·``growth``.
-        in_phase: True if the newest wait for a message has not failed. Otherwise the worker waits
-            again when its allowance suffices to come into phase with the others.
-        growth: Factor on the growth of the allowance while the worker is not in phase. It is halved
-            after each attempt that fails.
+        allowance: Time for which this worker may wait now, in steps. Each step adds ``patience``,
+            or ``patience``·``growth`` while the worker is out of phase.
+        in_phase: True if the newest wait ended with the arrival of the message. A worker out of
+            phase waits only if its allowance is at least ``_ACQUIRE``, to come into phase again.
+        growth: Factor on the growth of the allowance out of phase. A wait in vain then halves it.
         credit_seconds: Processor time that this worker may spend on the next message. Negative
             after a message that cost more than a step allows.
         began: Time at which the current step began. None: the step is not measured, for example
             because it contains a barrier.
     """
 
-    share: float
+    patience: float
     step_seconds: float = 0.0
     allowance: float = 0.0
     in_phase: bool = False
@@ -137,10 +141,10 @@ class Pace:
     began: float | None = None
 
     def __post_init__(self) -> None:
-        self.allowance = _ACQUIRE if self.share else 0.0
+        self.allowance = _ACQUIRE if self.patience else 0.0
 
     def step_ended(self, now: float) -> None:
-        """Measure the step that ends ``now``, and add the processor time of a step."""
+        """Measure the step that ends ``now``, and add one step's processor time to the credit."""
         if self.began is not None:
             seconds, mean = now - self.began, self.step_seconds
             if mean:  # a longer step probably contains an evaluation
@@ -150,12 +154,12 @@ class Pace:
         self.credit_seconds = min(self.credit_seconds + added, 2 * added)
 
     def wait_seconds(self) -> float:
-        """Return the longest wait at the end of this step."""
+        """Return the time for which the worker may wait at the end of this step."""
         may_wait = self.in_phase or self.allowance >= _ACQUIRE
         return self.allowance * self.step_seconds if may_wait else 0.0
 
     def waited(self, seconds: float, *, in_vain: bool) -> None:
-        """Subtract a wait from the allowance, and add that of one step."""
+        """Subtract a wait from the allowance, and add the growth of one step."""
         steps = seconds / self.step_seconds if self.step_seconds else 0.0
         if in_vain:
             self.growth = self.growth if self.in_phase else max(_LEAST_GROWTH, self.growth / 2)
@@ -164,4 +168,4 @@ class Pace:
             self.in_phase, self.growth = True, 1.0
         left = max(0.0, self.allowance - steps)  # a suspended process may have waited for long
         growth = 1.0 if self.in_phase else self.growth
-        self.allowance = min(_MOST_ALLOWANCE, left + self.share * growth)
+        self.allowance = min(_MOST_ALLOWANCE, left + self.patience * growth)

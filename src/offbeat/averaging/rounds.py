@@ -20,8 +20,9 @@ from offbeat.transport.future import Completed
 logger = logging.getLogger("offbeat")
 _SECONDS = 5.0  # wait before the first warning; doubled for each further warning
 _STEPS = 10  # smallest number of steps by the other workers together before a warning
-# A worker in consensus() or finish() also waits for steps and for the other one of these two calls.
-_ALONE = sum(CALLS.values()) - CALLS["consensus()"] - CALLS["finish()"]
+# Calls in which a worker waits only together with workers in the same call. A worker in consensus()
+# also waits together with one in finish().
+_SAME_CALL = sum(CALLS.values()) - CALLS["consensus()"] - CALLS["finish()"]
 
 
 class VoteCheck:
@@ -41,7 +42,7 @@ class VoteCheck:
         self._logged = False
 
     def __call__(self, rows: Sequence[Sequence[float]]) -> Vote:
-        """Return the sum of the votes, of which the ``rows`` are in the order of the ranks.
+        """Return the sum of the votes. ``rows`` contains one vote for each worker, by rank.
 
         If a worker reports non-finite values, the policy applies on all workers. With "warn" only
         the first case is logged.
@@ -69,12 +70,12 @@ class VoteCheck:
         return sums._replace(call=call, optimizer=max(vote.optimizer for vote in votes))
 
     def _require_match(self, votes: Sequence[Vote]) -> None:
-        """Raise MismatchError if two workers have called what does not belong together."""
-        found = [rank for rank, vote in enumerate(votes) if int(vote.call) & _ALONE]
+        """Raise MismatchError if two workers are in calls or steps that do not match."""
+        found = [rank for rank, vote in enumerate(votes) if int(vote.call) & _SAME_CALL]
         if found:
             first = votes[found[0]]
             same_step = not first.is_in("mean()")
-            # A worker may still take the steps that lead to its own call at the same step.
+            # A worker that still steps may make the call later, when it reaches the same step.
             others = [
                 rank
                 for rank, vote in enumerate(votes)
@@ -127,8 +128,7 @@ class VoteCheck:
 class Rounds:
     """Numbers and sends the votes of one worker.
 
-    The numbers start at 0 in each generation, that is, for each composition of the group of
-    workers.
+    The numbers start at 0 in each generation, a period with the same group of workers.
 
     Attributes:
         check: Checks the votes of all workers in a round, and adds them up.
@@ -151,7 +151,7 @@ class Rounds:
         worker, vote = self._worker, self.number(vote)
         if worker.size == 1:
             return Round(vote, Completed(vote))
-        # A sum would take 2(N−1) messages in sequence.
+        # Gathering takes fewer messages in sequence than a sum, which takes 2(N−1).
         what = f"votes at step {worker.step}"
         rows = worker.team.communicator.gather_numbers(vote.row(), what=what)
         # ``check`` does not hold ``self``: a pending round must not keep the worker alive.

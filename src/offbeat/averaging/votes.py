@@ -34,14 +34,14 @@ class Vote(NamedTuple):
     Attributes:
         weight: Weight of this worker in the mean (≥ 0).
         stepping: 1 if this worker takes a step in this round. 0 if it waits at a barrier.
-        call: Bit of ``CALLS``: the public call in which this worker waits at a barrier. 0 if it
-            waits in none. Perhaps with the bits ``ALSO`` and ``UNAVERAGED``. In the sum, the bits
-            of all workers.
-        optimizer: Position of the optimizer that takes this step in the list passed to ``attach``,
-            if gradients are averaged. 0 if models are averaged, or in a vote without a step. In
-            the sum, that of the workers that take a step.
-        flight_steps: In a message of ``ClockedAverager``: time from sending to arrival of the
-            previous message, in local steps of this worker. Infinite if it is unknown.
+        call: Bits of the public call (``CALLS``) in which this worker waits at a barrier, and
+            ``ALSO`` and ``UNAVERAGED`` where they apply. 0 if it does not wait. The sum has the
+            bits of all workers.
+        optimizer: Index of the optimizer that takes this step, in the list passed to ``attach``, if
+            gradients are averaged. 0 if models are averaged, or in a vote without a step. The sum
+            has the index of the workers that take a step.
+        flight_steps: Time from sending to arrival of the previous message of ``ClockedAverager``,
+            in local steps of this worker. Infinite if it is unknown, and 0 in other rounds.
         finite: 0 if this worker's contribution is known to contain NaN or infinity.
         round: Number of the round since the group of workers changed, the same on all workers.
         step: Number of local steps of this worker.

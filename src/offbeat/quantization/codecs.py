@@ -67,7 +67,7 @@ class Codec(ABC):
             scale, packed = _split(rows[some_rows])
             x = values[numbers].view(-1, BLOCK)
             integers = self._quantize(x, scale)
-            if keep_error:  # without blocks whose scale is NaN
+            if keep_error:  # the error of a block whose scale is NaN is 0
                 x.addcmul_(integers.to(torch.float32), scale, value=-1).nan_to_num_(0.0, 0.0, 0.0)
             self._pack(integers, packed)
 
@@ -161,8 +161,8 @@ class Int2(Codec):
         chosen = absolute >= threshold
         mean = _block_means(absolute * chosen)
         mean.div_(chosen.sum(-1, keepdim=True, dtype=torch.float32).div_(BLOCK))
-        # 0/0 if the means of the tiniest numbers were rounded up. Other rounding must not make the
-        # scale larger than all numbers.
+        # 0/0 becomes 0: with the tiniest numbers, rounding can make the threshold larger than all
+        # numbers. ``minimum``: rounding must not make the scale larger than all numbers.
         mean.nan_to_num_(0.0, posinf=inf)
         torch.minimum(mean, absolute.amax(-1, keepdim=True), out=scale)
         _mark_exceptions(scale)

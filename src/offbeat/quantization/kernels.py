@@ -77,7 +77,8 @@ def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
         if bits == 2 and finite:
             for i in range(BLOCK):
                 patterns[i] = raw[start + i] & 0x7FFFFFFF
-            # First the mean of all absolute values, then the sum of the chosen ones.
+            # First pass: the mean of all absolute values, which gives the threshold. Second pass:
+            # the sum of the values at or above the threshold, divided by BLOCK.
             for chosen in range(2):
                 for i in range(BLOCK):
                     kept = absolutes[i] >= threshold
@@ -96,7 +97,7 @@ def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
             scale = min(folded[0] / (np.float32(number) / np.float32(BLOCK)), scale)
         if not finite:
             scale = np.float32(np.nan)
-        elif not scale >= np.float32(SMALLEST_SCALE):  # also 0/0, if a mean was rounded up
+        elif not scale >= np.float32(SMALLEST_SCALE):  # also true for 0/0, if no number is chosen
             scale = np.float32(0)
         usual = finite and scale > np.float32(0)
         inverse = np.float32(1) / scale if usual else np.float32(0)

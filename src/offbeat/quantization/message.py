@@ -1,15 +1,15 @@
 """Messages: sections of vectors, summed over the workers.
 
 Each worker sends its update u of each section, and some numbers about itself, its *vote*. The
-update is a change of the model, or a gradient. The sum of the updates is decoded when it is needed,
-piece by piece. Two kinds of messages have the same interface:
+update is a change of the model, or a gradient. ``read`` decodes the sum of the updates piece by
+piece, when it is needed. Two kinds of messages have the same interface:
 
 - ``QuantizedMessage``: u is quantized.
 - ``ExactMessage``: u is sent as it is.
 
 A quantized sum takes two stages:
 
-1. All-to-all: each worker deals its blocks to the workers in turn, and sends worker k the blocks
+1. All-to-all: the workers own the blocks in turn, and each sends worker k its update of the blocks
    that k owns.
 2. All-gather: worker k adds the received blocks in float32, quantizes the sum, and sends it to all
    workers.
@@ -19,8 +19,8 @@ starts the second stages, in the order in which the sums were started (``transpo
 They run on a duplicate (a second communicator), so that their order is independent of other
 collectives.
 
-Two workers that average models need a single stage, in which each one receives the update of the
-other. It sends as many bytes, and saves one operation and one quantization.
+Two workers that average models need a single stage, in which each receives the update of the other.
+A single stage sends equally many bytes, and saves one operation and one quantization.
 
 The quantization errors of both stages are added to the next sum of the same tensor (*error
 feedback*). If models are averaged, the errors of the first stage stay in the local model. All other
@@ -51,12 +51,12 @@ Squares = NDArray[np.float64]
 
 
 class Stream:
-    """A vector of which sections are summed again and again: parameters, or gradients.
+    """A vector of parameters or gradients, whose sections are summed over and over in training.
 
     Args:
         elements: Number of elements of the vector.
-        dtype: Their dtype in an exact message.
-        device: Their device.
+        dtype: Dtype of the elements in an exact message.
+        device: Device of the elements.
 
     Attributes:
         errors: Quantization errors of the second stage, for this worker's blocks: float32, 1-D.
@@ -82,7 +82,7 @@ class Stream:
         return torch.zeros(blocks * BLOCK, dtype=torch.float32, device=self.device)
 
     def memory(self, elements: int) -> Tensor:
-        """Return memory for an exact message. For the whole vector it is the same in each call."""
+        """Return memory for an exact message. All messages of the whole vector share one memory."""
         if elements < self.elements:
             return torch.empty(elements, dtype=self.dtype, device=self.device)
         if self._memory is None:
@@ -110,7 +110,7 @@ class Message(ABC):
     """One message. The methods are called in this order: ``write``, ``start``, ``read``.
 
     Args:
-        sections: What is summed.
+        sections: Sections to sum.
         what: Name of the operation in errors.
 
     Attributes:
@@ -140,7 +140,7 @@ class Message(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Make the update zero. The errors of earlier sums wait for a later message."""
+        """Make the update zero. A later message contains the errors of earlier sums."""
 
     @abstractmethod
     def start(self, vote: Sequence[float] | None) -> Future[Any]:
@@ -221,7 +221,7 @@ class QuantizedMessage(Message):
 
     Args:
         wire: The workers, their communicator of second stages, and the precision of both stages.
-        sections: What is summed. Either all streams have ``errors``, or none, for a single stage.
+        sections: Sections to sum. Either all streams have ``errors``, or none, for a single stage.
         what: Name of the operation in errors.
         vote: Number of numbers in a vote.
     """
@@ -243,7 +243,7 @@ class QuantizedMessage(Message):
         self._bytes = blocks // owners * size  # that a worker owns
         device = sections[0].stream.device if sections else wire.team.communicator.control_device
         self._sent = torch.zeros(blocks, size, dtype=torch.uint8, device=device)
-        self._sums: list[Tensor] = []  # encoded summands of the sum
+        self._summands: list[Tensor] = []  # encoded: two updates, or one sum of two stages
         self._contributes = True
 
     def _rows(self, index: int, start: int, count: int) -> slice:
@@ -303,7 +303,7 @@ class QuantizedMessage(Message):
     def _store_updates(self, rows: list[Tensor]) -> None:
         received = torch.stack(rows)
         self._read_votes(received)
-        self._sums = [*self._blocks(received)]
+        self._summands = [*self._blocks(received)]
 
     def _read_votes(self, received: Tensor) -> None:
         if self._vote_bytes:
@@ -319,7 +319,7 @@ class QuantizedMessage(Message):
         out = updates.new_zeros(updates.shape[1:])
         sections = [*zip(self.sections, self._firsts, strict=True)]
         if not (self._contributes or bool(updates.any())):
-            sections.clear()  # the sum is zero, too, and the errors are for a later one
+            sections.clear()  # all updates are zero: a later sum contains the errors
         for (stream, start, stop), first in sections:
             assert stream.errors is not None
             first, count = first // owners, -(-(stop - start) // (BLOCK * owners))
@@ -335,14 +335,14 @@ class QuantizedMessage(Message):
 
     def _store_sums(self, rows: list[Tensor]) -> None:
         owned = [row.view(-1, self._codec.block_bytes) for row in rows]
-        self._sums = [torch.stack(owned, 1).flatten(0, 1)]
+        self._summands = [torch.stack(owned, 1).flatten(0, 1)]
 
     @override
     def read(self, index: int, start: int, total: Tensor, sent: Tensor | None = None) -> None:
         rows = self._rows(index, start, total.numel())
         if sent is not None:
             self._decode([self._sent[rows]], sent)
-        self._decode([each[rows] for each in self._sums], total)
+        self._decode([each[rows] for each in self._summands], total)
 
     def _decode(self, summands: Sequence[Tensor], out: Tensor) -> None:
         """out ← the sum of encoded blocks, added in their order."""
@@ -356,7 +356,7 @@ class QuantizedMessage(Message):
 
 
 class All(Future[None]):
-    """Future of several operations."""
+    """Future that is done when all of several futures are done."""
 
     def __init__(self, futures: Sequence[Future[Any]]) -> None:
         self._futures = futures

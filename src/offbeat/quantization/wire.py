@@ -17,7 +17,7 @@ def require_precision(precision: object) -> None:
 
 
 class Wire:
-    """Precision of the messages between the workers, and what quantized messages need.
+    """Precision of the messages between the workers, and the communicator of quantized sums.
 
     The constructor is a collective, unless ``precision`` is "float32" or there is one worker.
 
@@ -28,7 +28,7 @@ class Wire:
     Attributes:
         team: The workers.
         precision: The precision.
-        duplicate: Communicator of second stages. None if the wire is exact.
+        duplicate: Communicator of the second stages of sums (``message.py``). None if ``exact``.
     """
 
     def __init__(self, team: Team, precision: Precision = "float32") -> None:
@@ -45,7 +45,7 @@ class Wire:
         return self.precision == "float32" or self.team.size == 1
 
     def saves(self, elements: int, itemsize: int) -> bool:
-        """Return True if quantizing a tensor, which pads it to whole blocks, saves bytes."""
+        """Return True if a tensor needs fewer bytes padded to whole blocks and quantized."""
         if self.exact:
             return False
         blocks = self.team.size * -(-elements // (BLOCK * self.team.size))

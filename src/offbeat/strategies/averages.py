@@ -43,9 +43,9 @@ class GlobalModel:
         P ← P + Δ                           Δ = D with the default ``Outer()``
         x ← x + Δ − u
 
-    With a quantized ``wire`` (see ``attach``) u is rounded. The quantization error stays in x − P,
-    and the next update of the part contains it (error feedback). P has the same bits on all
-    workers, even if x does not.
+    With a quantized ``wire`` (see ``attach``) u is the quantized x − P. The quantization error
+    stays in x − P, and the next update of the part contains it (error feedback). P has the same
+    bits on all workers, even if x does not.
 
     Attributes:
         parts: Number of parts (≥ 1), or a function that computes it from the bytes of the trainable
@@ -72,7 +72,8 @@ class GlobalModel:
         gradient_norm: True: the flow measures ``gradient_norm_squared`` of ``WorkerView`` in every
             step.
         error_feedback: True: the flow measures ``squares`` of ``WorkerView``, and if ``outer`` has
-            momentum, it calls ``outer_step`` for each launch. Requires ``outer.lr`` = 1.
+            momentum, it calls ``outer_step`` for each launch. Requires ``outer.lr`` = 1. Despite
+            its name it does not switch error feedback, which every quantized ``wire`` has.
     """
 
     parts: int | Callable[[int], int] = 1
@@ -127,7 +128,7 @@ class CustomFlow:
         make: Function that receives the strategy and an ``offbeat.averaging.Worker``, and returns
             an ``offbeat.averaging.Flow``.
         check: Function that receives the number of workers, and raises ValueError or AttachError if
-            so many cannot train with the strategy.
+            this number cannot train with the strategy.
         blocking: True if all workers take their steps together: a worker waits for the others only
             in operations that all workers start in the same step.
     """

@@ -1,6 +1,6 @@
 """The contract of a strategy: what the workers average, and when.
 
-A strategy is a frozen dataclass of hyper-parameters with up to seven methods. It holds no tensors
+A strategy is a frozen dataclass of hyper-parameters with a few methods. It holds no tensors
 and sends no messages. On every worker a *flow* (``offbeat.averaging``) calls these methods and does
 everything else: communication, checkpoints, and changes of the group of workers.
 
@@ -8,8 +8,9 @@ Terms:
 
 - Each worker trains a *local model* x. If the workers average models, they share a *global model*
   P, which has the same bits on all of them and consists of one or several *parts*.
-- To *launch* a part, every worker sends its update of the part. The part is *in flight* until it
-  *lands*: P moves along the mean update, and x follows P (see ``GlobalModel``).
+- To *launch* a part, every worker sends its update of the part, the change of x against P. The part
+  is *in flight* until it *lands*: P moves by the mean update, and x moves with P (see
+  ``GlobalModel``).
 - In a *round* all workers decide together what to launch. Each worker sends a *vote*, and all
   workers receive their sum, the *summed votes*. With ``lands="arrived"`` no round precedes a
   launch: the votes travel in the *messages* that contain the updates.
@@ -94,8 +95,8 @@ def common(**options: Any) -> Any:
 def local(**options: Any) -> Any:
     """Declare a field of ``state()`` whose value each worker keeps in a new generation.
 
-    All other fields then start again with the value from ``state()``. The marks also work inside
-    nested dataclasses. ``options`` are arguments of ``dataclasses.field``.
+    Fields that are neither ``common`` nor ``local`` then get their new value from ``state()``. The
+    marks also work inside nested dataclasses. ``options`` are arguments of ``dataclasses.field``.
     """
     return field(metadata={"local": True}, **options)
 
@@ -136,8 +137,8 @@ class WorkerView:
         gradient_norm_squared: ‖g‖² of the current step before clipping, over all optimizers.
             Requires ``GlobalModel.gradient_norm``.
         squares: Exponentially weighted sums of ‖u‖² over the landed updates u of this worker, and
-            of ‖D‖² over the landed means D. The weight decays to 1/e while each part lands five
-            times. Requires ``error_feedback``.
+            of ‖D‖² over the landed means D. A weight decays to 1/e in the time in which each part
+            lands five times. Requires ``error_feedback``.
         record: Values that the strategy adds to the telemetry record of this step.
         details: Totals that the strategy adds to ``Stats.details``.
     """
@@ -163,7 +164,7 @@ class WorkerView:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Strategy(ABC):
-    """An algorithm that decides what the workers average, and when; see the module."""
+    """An algorithm that decides what the workers average, and when; see the module's docstring."""
 
     name: ClassVar[str] = ""
     """Name in the text form, such as "local" in ``local:period=8``. Empty for a custom strategy."""
@@ -189,10 +190,10 @@ class Strategy(ABC):
         The workers that still take steps must request a round at the same local step, for example
         in every eighth step.
 
-        With ``lands="arrived"`` it is called at the end of a step if no message is in flight, and
-        if earlier messages have not taken too much processor time. If the result is True, this
-        worker launches the next message at once. The workers may do so at different steps: its sum
-        starts when the last worker has launched it.
+        With ``lands="arrived"`` there is no round. The flow calls this method at the end of a step
+        if no message is in flight and earlier messages have not taken too much processor time. If
+        the result is True, this worker launches the next message at once. The workers may launch it
+        at different steps: the sum of a message starts when the last worker has launched it.
         """
         return True
 
@@ -230,8 +231,9 @@ class Strategy(ABC):
         The result must depend on the summed votes and common values only.
 
         Returns:
-            A whole number, at most ``worker.count``. ``inf``, the default: all parts, or with
-            ``lands="arrived"`` as many as make the parts youngest on average. 0: none.
+            A whole number, at most ``worker.count``. 0: none. ``inf``, the default: all parts. With
+            ``lands="arrived"``, ``inf`` chooses the number that minimizes the mean age of the
+            updates of other workers in the local model.
         """
         return math.inf
 
@@ -239,8 +241,8 @@ class Strategy(ABC):
         """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + D + a·v.
 
         Only called with ``error_feedback`` and ``Outer.momentum`` > 0, once for each launch.
-        ``sums`` are those of the round that decided the launch; with ``lands="arrived"`` it is the
-        one that ``decide`` received. All workers must return the same numbers.
+        ``sums`` has the values that ``decide`` received for this launch. All workers must return
+        the same numbers.
         """
         raise NotImplementedError
 

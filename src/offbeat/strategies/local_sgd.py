@@ -40,7 +40,7 @@ class LocalSGD(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> bool:
-        # In the warm-up each step has a mean. The number of means is equal on all workers, also if
-        # they have taken different numbers of steps.
+        # A mean follows each step of the warm-up, so ``launches`` counts the steps. It is equal on
+        # all workers, also if they have taken different numbers of steps.
         warming_up = worker.start_step + worker.launches < self.warmup_steps
         return worker.since_launch >= (1 if warming_up else self.period)

@@ -20,10 +20,11 @@ from offbeat.strategies.base import (
     setting,
 )
 
-# Automatic number of parts.
+# Automatic number of parts: one for each _PART_BYTES of the model, within these limits.
 _PART_BYTES = 2**25
 _USUAL_PARTS = 16
 _MOST_PARTS = 1024
+
 _PATIENCE = 0.05
 _MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
 
@@ -48,8 +49,8 @@ class StreamingAveraging(Strategy):
     **Update**. P is the global model, which has the same bits on all workers. x is the local model
     of one worker. f is a part, w the weight of a worker (1, or 0 if it has nothing new to send), C
     the quantization at the precision ``wire`` (see ``attach``), and k the workers' mean number of
-    local steps since the previous launch of f. In the eager schedule a worker without new steps has
-    u = 0 and w = 1 until all others have taken more steps than it has.
+    local steps since the previous launch of f. In the eager schedule a worker at a barrier with
+    nothing new to send has u = 0, and w = 1 until all senders have taken more steps. Then w = 0.
 
         launch:   u = C(x_f − P_f)
         landing:  D = Σ w·u / Σ w
@@ -66,8 +67,9 @@ class StreamingAveraging(Strategy):
 
         G = √(mean‖u‖² / ‖D‖²), at least 1, at most √N, smoothed over five passes of the model
 
-    With SGD, G alone would act like a larger learning rate. So the learning rate of its local steps
-    is divided by √G, with the u of this worker. Shorter local steps also keep the workers together.
+    With SGD, G alone would act like a larger learning rate. So each worker divides the learning
+    rate of its local steps of SGD by √G, where G contains its own ‖u‖² in place of the mean.
+    Shorter local steps also keep the local models close to each other.
 
     ``schedule="eager"``: the parts take turns. A *message* contains the updates of one or several
     parts, and each worker has at most one message in flight. The message lands at the end of the
@@ -92,11 +94,11 @@ class StreamingAveraging(Strategy):
             This bound has priority over the limit of the time for launching and landing.
         schedule: Times of launches and landings: "eager" or "cyclic".
         patience: Largest share of the training time (0 to 0.5) for which a worker waits for
-            messages that are about to arrive, at most one step each. 0: it waits only at the bound
-            of the staleness. Requires the eager schedule.
-        outer_gain: G ≥ 1, or "auto": 1 if the local steps of Adam are corrected, which makes up
-            for the same loss, and else the formula above. With 1 there is no v. Only with "auto"
-            the steps of SGD are shorter.
+            messages that are about to arrive, at most one step each. 0: it waits only if its
+            staleness is τ. Requires the eager schedule.
+        outer_gain: G ≥ 1, or "auto": the formula above. With ``adam_correction`` of ``attach``
+            "auto" is 1, because longer local steps already make up for the shorter mean. With 1
+            there is no v. Only "auto" divides the learning rates of SGD.
 
     *Communication*: the updates of the parts, and the vote of each worker: twelve numbers in each
     message of the eager schedule, eleven for each launch of the cyclic one. Both overlap with
@@ -182,7 +184,7 @@ class StreamingAveraging(Strategy):
 
     @override
     def decide(self, worker: WorkerView, sums: SummedVotes) -> float:
-        """Launch the parts of the cyclic schedule, or as many as arrive young."""
+        """Return the number of parts: fixed in the cyclic schedule, automatic in the eager one."""
         return math.inf if self.schedule == "eager" else self._cycle(worker.count)[1]
 
     @override
