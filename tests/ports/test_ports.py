@@ -25,10 +25,12 @@ from workers import run
 
 HERE = Path(__file__).parent
 SCRIPTS = {
+    "dit": (False, 1.1),
     "mae": (True, 1.4),
     "torchvision_classification": (True, 1.25),
     "dcgan": (False, 1.75),
     "open_clip": (True, 1.3),
+    "run_clm": (False, 1.05),
     "nanogpt": (False, 1.3),
 }
 """Name: (True if the script resumes from its file, bound of the default's loss over DDP's)."""
