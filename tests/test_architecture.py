@@ -77,24 +77,24 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2175, 1076),
-    "src/offbeat/averaging": (3179, 1721),
-    "src/offbeat/checkpoint": (902, 477),
+    "src/offbeat": (2177, 1077),
+    "src/offbeat/averaging": (3189, 1722),
+    "src/offbeat/checkpoint": (900, 477),
     "src/offbeat/cli": (554, 308),
     "src/offbeat/data": (803, 393),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1695, 910),
+    "src/offbeat/elastic": (1700, 908),
     "src/offbeat/integrations": (303, 178),
-    "src/offbeat/launcher": (706, 386),
+    "src/offbeat/launcher": (722, 393),
     "src/offbeat/nodes": (505, 285),
-    "src/offbeat/quantization": (972, 526),
+    "src/offbeat/quantization": (973, 526),
     "src/offbeat/simulate": (2263, 1207),
-    "src/offbeat/strategies": (1326, 498),
-    "src/offbeat/training": (2506, 1425),
-    "src/offbeat/transport": (2617, 1295),
-    "src/offbeat_lab": (9977, 5327),
-    "benchmarks": (5577, 3458),
-    "tests": (33302,),
+    "src/offbeat/strategies": (1331, 498),
+    "src/offbeat/training": (2514, 1419),
+    "src/offbeat/transport": (2624, 1295),
+    "src/offbeat_lab": (9900, 5279),
+    "benchmarks": (5999, 3726),
+    "tests": (33619,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
