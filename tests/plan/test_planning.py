@@ -115,7 +115,7 @@ def test_s_is_the_steps_to_send_the_model_once() -> None:
     [
         ({}, None),
         ({"parameters": "5M", "bandwidth": "10Gbit/s"}, "models of up to 0.5 million parameters"),
-        ({"workers": 17}, "up to 16 workers"),
+        ({"workers": 5}, "up to 4 workers"),
         ({"bandwidth": "1Mbit/s"}, "S up to 33"),
     ],
 )
