@@ -31,8 +31,7 @@ KINDS = [
 ]
 
 OPERATION = (
-    r"votes at step|agreement on|mean of the|launch \d+ \(part 0\) at step|push_pull|request|"
-    r"values of rank \d+ for the parameter server"  # the death interrupted a push
+    r"votes at step|agreement on|mean of the|launch \d+ \(part 0\)|push_pull|request|values of"
 )
 
 # -- no further thread ----------------------------------------------------------------------------
