@@ -103,6 +103,7 @@ def facts_of(rank: int, size: int, command: str) -> Facts:
     try:
         return globals()[name](rank, *arguments)
     except offbeat.OffbeatError as error:
+        dist.barrier()  # the other worker has to find the same error before this process ends
         return Facts(error=f"{type(error).__name__}: {error}")
 
 
@@ -112,8 +113,8 @@ def facts_of(rank: int, size: int, command: str) -> Facts:
 def test_script(command: str) -> None:
     """It finds the right values, or it ends in the right error on both workers."""
     close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-6)
-    # Messages in flight move parameters and buffers a little.
-    atol = 0.05 if re.search("streaming|async", command) else 1e-6
+    # Messages in flight move parameters and buffers by a part of their difference.
+    atol = 0.1 if re.search("streaming|async", command) else 1e-6
     first, second = results = run(facts_of, command, workers=2)
     for facts in results:
         assert re.match(ERRORS.get(command, "$"), facts.error), facts.error
@@ -230,7 +231,7 @@ def clip_titan(rank: int, attach: Any) -> list[Any]:
     return [flat(model), sync.step, norms]
 
 
-def own_edit(rank: int, strategy: str, edit: Any = lambda w, rank: w.add_(rank)) -> Facts:
+def own_edit(rank: int, strategy: str, edit: Any = lambda w, rank: w.add_(0.5 * rank)) -> Facts:
     """The script edits the parameters after the last step, by another amount on each rank."""
     sync = train(rank, strategy, model := layers(8, 64), steps=20)
     with torch.no_grad():
