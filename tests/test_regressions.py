@@ -57,7 +57,7 @@ COMMANDS = {
     "skip_after_clip": "bsp none / bsp keep",
     "sparse": "bsp",
     "stalled_store": "no-strategy",
-    "syncbn": "bsp / streaming",
+    "syncbn": "bsp / streaming / selsync",
     "teacher": "local:period=4 / streaming",
     "twins": "bsp skip / bsp order / streaming skip",
     "two_models": "bsp",
@@ -71,7 +71,8 @@ ERRORS = {
     "mismatched_calls streaming save consensus": CALLS.format("offbeat.save", "consensus"),
     "mismatched_calls streaming save finish": CALLS.format("offbeat.save", "finish"),
     "new_optimizer streaming": "AttachError: this SGD steps parameters of the attached model",
-    "syncbn streaming": "AttachError: module '1' is a SyncBatchNorm",
+    "syncbn streaming": r"AttachError: module '1' is a SyncBatchNorm.*streaming.*BatchNorm",
+    "syncbn selsync": r"AttachError: module '1' is a SyncBatchNorm.*selsync.*BatchNorm",
     "twins bsp skip": ORDER,
     "twins bsp order": ORDER,
     "two_models bsp": r".*nn.ModuleList\(\[…\]\) .* / model must .* nn.ModuleList\(\[generator",
@@ -274,9 +275,8 @@ def gan(rank: int, strategy: str, how: str) -> Facts:
             od.zero_grad()
             step(od, d(fake).mean() - d(real).mean() + penalty)
         step(og, -d(g(randn(8, 4))).mean())
-    steps = sync.step
     sync.finish()
-    return Facts([(steps, 10)], equal=[flat(g), flat(d)])
+    return Facts([(sync.step, 10)], equal=[flat(g), flat(d)])
 
 
 def join(rank: int, strategy: str) -> Facts:
@@ -287,10 +287,9 @@ def join(rank: int, strategy: str) -> Facts:
     with wrapper.join():
         for _ in range([30, 20][rank]):
             step(optimizer, wrapper(randn(4, 8)).square().mean())
-    steps = sync.step
     sync.finish()
     restored = wrapper.join.__func__ is DistributedDataParallel.join
-    return Facts([(steps, [30, 20][rank]), (restored, True)], equal=[flat(model)])
+    return Facts([(sync.step, [30, 20][rank]), (restored, True)], equal=[flat(model)])
 
 
 def lazy_buffer(rank: int, strategy: str, how: str) -> Facts:
@@ -344,9 +343,8 @@ def n_critic(rank: int, attach: Any) -> list[Any]:
         step(od, d(g(z).detach()).mean() - d(real).mean())
         if i % 5 == 4:
             step(og, -d(g(z)).mean())
-    steps = sync.step
     sync.finish()
-    return [flat(networks), steps]
+    return [flat(networks), sync.step]
 
 
 def new_optimizer(rank: int, strategy: str) -> Facts:
@@ -406,9 +404,8 @@ def per_step_collective(rank: int, strategy: str) -> Facts:
         dist.all_reduce(total := loss.detach().clone())
         losses.append(loss.detach())
         means.append(total / 2)
-    steps = sync.step
     sync.finish()
-    return Facts([(steps, 100)], torch.stack(losses), [torch.stack(means)], [flat(model)])
+    return Facts([(sync.step, 100)], torch.stack(losses), [torch.stack(means)], [flat(model)])
 
 
 def prune(rank: int, strategy: str) -> Facts:

@@ -161,20 +161,6 @@ def test_ddp_may_ignore_buffers_only(name: str) -> None:
         offbeat.attach(model, sgd(model), offbeat.BSP())
 
 
-@pytest.mark.parametrize("text", ["bsp", "streaming", "local:period=4", "selsync"])
-def test_a_synchronized_batchnorm_needs_workers_that_step_together(text: str) -> None:
-    """Each of its forward passes is a collective."""
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(
-        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    )
-    optimizer, strategy = sgd(model), offbeat.parse_strategy(text)
-    if text == "bsp":
-        offbeat.attach(model, optimizer, strategy).detach()
-        return
-    with pytest.raises(AttachError, match=rf"module '1' is a SyncBatchNorm.*{text}.*BatchNorm"):
-        offbeat.attach(model, optimizer, strategy)
-
-
 def test_attach_inside_inference_mode_is_refused() -> None:
     """Tensors made there can never be written again."""
     model = make_model()

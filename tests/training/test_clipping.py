@@ -66,36 +66,6 @@ def test_the_mean_is_clipped(clip: Callable[..., None], scaled: bool) -> None:
         close(model, expected)
 
 
-def skipping(rank: int, size: int, keep: bool) -> Any:
-    model, optimizer, sync = start(rank, "bsp")
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=not keep)
-        loss_of(model, make_batch(rank, step)).backward()
-        by_torch(model, sync)
-        if step % 3 != 1:
-            optimizer.step()
-    counted = sync.step
-    sync.finish()
-    return flat(model), counted
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_loop_may_skip_a_step(keep: bool) -> None:
-    """It does not count, and the next gradients are averaged, too, also in the same tensors."""
-    model = make_model(0)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        each = [gradients(model, make_batch(rank, step)) for rank in range(2)]
-        for p, *parts in zip(model.parameters(), *each, strict=True):
-            p.grad = sum(parts) / 2  # type: ignore[assignment]
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        if step % 3 != 1:
-            optimizer.step()
-    for result, counted in run(skipping, keep, workers=2):
-        close(result, flat(model))
-        assert counted == 4
-
-
 def replaced(rank: int, size: int, clips: bool) -> Tensor:
     """Replace the gradients after backward, as optimizers for differential privacy do."""
     model = make_model(rank)

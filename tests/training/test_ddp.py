@@ -232,28 +232,3 @@ def test_a_wrapper_reduces_again_after_the_end() -> None:
         assert all("static_graph" in text for _, text in errors[3:5])
         for ranks, (_, text) in zip(["0, 1", "."], errors[5:], strict=True):
             assert re.search(f"over ranks {ranks}, and attach.* over ranks .*node_group", text)
-
-
-def joining(rank: int, size: int, text: str) -> tuple[int, Tensor]:
-    """Keep ``with ddp.join():`` of a script whose rank 0 has more data."""
-    model = make_model(seed=rank)
-    wrapper = DistributedDataParallel(model)
-    optimizer = sgd(model)
-    sync = attach(wrapper, optimizer, offbeat.parse_strategy(text))
-    with wrapper.join():
-        for step in range([6, 3][rank]):
-            loss_of(wrapper, make_batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    steps = sync.step
-    sync.finish()
-    assert wrapper.join.__func__ is DistributedDataParallel.join
-    return steps, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-@pytest.mark.parametrize("text", ["bsp", "streaming"])
-def test_join_of_a_wrapper_has_no_effect(text: str) -> None:
-    """Its collectives would meet no partner: the workers take different numbers of steps."""
-    (first, mean), (second, other) = run(joining, text, workers=2)
-    assert (first, second) == (6, 3)
-    assert torch.equal(mean, other)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from loops import Quick, attach, close, error_of, sgd, start
+from loops import attach, close, error_of, sgd, start
 from offbeat.simulate import DeadlockError
 from problems import PARAMETERS, flat, loss_of, make_batch, make_model, train_step
 from worlds import real, run, simulated
@@ -104,7 +104,7 @@ def means(rank: int, size: int, text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", ["streaming:staleness=2,parts=1", "bsp", "local:period=100"])
 def test_a_mean_of_numbers_answers_the_workers_that_still_train(text: str) -> None:
-    """Another collective in its place would deadlock, as a test below shows."""
+    """Another collective in its place would deadlock, as a test above shows."""
     for seen in run(means, text, workers=2):
         assert (seen["number"], seen["integer"], seen["inside"]) == (1.0, 0.5, 0.5)
         assert torch.equal(seen["tensor"], torch.tensor([[1.5, 3.0]], dtype=torch.bfloat16))
@@ -132,34 +132,6 @@ def evaluated(rank: int, size: int) -> bool:
 def test_a_consensus_is_a_decorator() -> None:
     """Every call of the function enters a consensus of its own."""
     assert run(evaluated, workers=2) == [True, True]
-
-
-def bare_collective(rank: int, size: int, together: bool) -> str:
-    """Rank 0 calls an all-reduce of its own, or mean() before it. Rank 1 still takes steps."""
-    model = make_model(seed=rank, dtype=torch.float32)
-    strategy = "streaming:staleness=2,parts=1"
-    sync = attach(model, optimizer := sgd(model), strategy, group=Quick(), timeout_seconds=2)
-    for step in range([2, 40][rank]):
-        batch = make_batch(rank, step, dtype=torch.float32)
-        _, text = error_of(lambda b=batch: train_step(model, optimizer, b))  # type: ignore[misc]
-        if text != "nothing was raised":
-            break
-    if together:
-        sync.mean(0.0)
-    dist.all_reduce(torch.ones(1))
-    sync.detach()
-    return text
-
-
-def test_the_time_out_names_a_collective_outside_of_a_consensus() -> None:
-    """And what to use instead."""
-    _, text = real(bare_collective, False, workers=2)
-    assert "no answer from rank 0" in text
-    assert "outside of sync.consensus() (use sync.mean(), or call it inside)" in text
-
-
-def test_a_collective_directly_after_a_mean_finds_all_workers() -> None:
-    assert real(bare_collective, True, workers=2) == ["nothing was raised"] * 2
 
 
 def misuse(rank: int, size: int) -> dict[str, tuple[list[str], str]]:

@@ -228,34 +228,3 @@ def test_a_frozen_part_can_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
     assert "model.load_state_dict() on an attached model" in refused
     assert torch.equal(first, second)
     assert logging.getLevelName(caplog.records[0].levelno) == "WARNING"
-
-
-def adversarial(rank: int, size: int, text: str) -> Any:
-    """The second optimizer takes two steps for each of the first."""
-    model = nn.ModuleList([make_model(0), make_model(1)])
-    optimizers = [sgd(each) for each in model]
-    sync = attach(model, optimizers, text) if size > 1 else None
-    ranks = [rank] if size > 1 else [0, 1]
-    for step in range(6):
-        for index in (1,) if step % 2 else (1, 0):
-            part, optimizer = model[index], optimizers[index]
-            optimizer.zero_grad()
-            for each in ranks:
-                x, y = make_batch(each, step)
-                ((part(x) - y).square().mean() / len(ranks)).backward()
-            optimizer.step()
-    steps = sync.step if sync else 0
-    if sync:
-        sync.finish()
-    return steps, flat(model)
-
-
-def test_a_critic_may_step_more_often_than_its_generator() -> None:
-    """Under BSP every step averages its gradients. An iteration is one step of each optimizer."""
-    _, expected = adversarial(0, 1, "")
-    for steps, model in run(adversarial, "bsp", workers=2):
-        assert steps == 3
-        close(model, expected)
-    (first, a), (second, b) = run(adversarial, "streaming", workers=2)
-    assert first == second == 3
-    assert torch.equal(a, b)
