@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2624, 1295),
     "src/offbeat_lab": (9900, 5279),
     "benchmarks": (5999, 3726),
-    "tests": (33981,),
+    "tests": (33983,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

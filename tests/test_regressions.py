@@ -235,6 +235,7 @@ def clip_titan(rank: int, attach: Any) -> list[Any]:
 def own_edit(rank: int, strategy: str, edit: Any = lambda w, rank: w.add_(0.5 * rank)) -> Facts:
     """The script edits the parameters after the last step, by another amount on each rank."""
     sync = train(rank, strategy, model := layers(8, 64), steps=20)
+    sync.mean(0.0)  # otherwise the edit of one worker may land on the other before its own edit
     with torch.no_grad():
         edit(model[0].weight, rank)
     return shown(sync, model, model[0].weight.detach)
@@ -254,8 +255,8 @@ def constraint(rank: int, strategy: str) -> Facts:
         with torch.no_grad():
             model[0].weight.clamp_(min=0)
     facts = shown(sync, model, model[0].weight.detach)
-    if strategy == "bsp":
-        facts.means = []  # the workers do not differ
+    if "local" not in strategy:
+        facts.means = []  # BSP: the workers do not differ. Streaming: what is in flight moves them.
     if strategy != "streaming":  # where the script has to clamp the mean again
         facts.pairs.append((model[0].weight.min().item(), 0.0))
     return facts
@@ -379,7 +380,8 @@ def overflow_one_rank(rank: int, attach: Any, wire: str, *clip: str) -> list[Any
 def own_collective(rank: int, strategy: str, *mean: str) -> Facts:
     """An all-reduce ends an epoch, in which rank 1 has more steps, perhaps after ``sync.mean``."""
     model, randn = layers(8, 10), normal(rank)
-    sync = attach(model, optimizer := sgd(model), strategy, group=Quick(), timeout_seconds=2)
+    seconds = 20 if mean else 2
+    sync = attach(model, optimizer := sgd(model), strategy, group=Quick(), timeout_seconds=seconds)
 
     def epoch() -> None:
         for _ in range([2, 40][rank]):
