@@ -91,10 +91,10 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/simulate": (2263, 1207),
     "src/offbeat/strategies": (1331, 498),
     "src/offbeat/training": (2514, 1419),
-    "src/offbeat/transport": (2624, 1295),
+    "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9900, 5279),
     "benchmarks": (5999, 3726),
-    "tests": (33983,),
+    "tests": (34014,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

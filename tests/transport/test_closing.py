@@ -239,6 +239,37 @@ def test_a_process_ends_although_gloo_still_connects_to_a_member() -> None:
     assert ended.stderr.endswith("OpeningError: rank 1 has given up: it is cut off\n")
 
 
+LATE = """
+import sys, time
+import torch.distributed as dist
+from datetime import timedelta
+from offbeat.transport.torch_backend import threads
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)  # while Python shuts down
+
+def give_up():
+    raise ValueError("given up")
+
+threads._EXIT_SECONDS = 0.1
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=1))
+slow = Slow()
+try:
+    get = lambda: store.get("a key that nobody sets")
+    threads.call_in_thread(get, name="store", poll=give_up, interval_seconds=0.1)
+except ValueError:
+    sys.exit(3)
+"""
+
+
+def test_a_process_ends_without_abort_although_a_thread_returns_while_python_shuts_down() -> None:
+    """Torch calls std::terminate in a thread that cannot get Python's lock any more."""
+    ended = subprocess.run([sys.executable, "-c", LATE], capture_output=True, timeout=100)
+    assert ended.returncode == 3
+    assert b"terminate called" not in ended.stderr
+
+
 def use_a_closed_one(rank: int, size: int, under_way: bool) -> Any:
     communicator = open_one()
     duplicate, x = communicator.duplicate(), torch.ones(1)

@@ -4,7 +4,8 @@ Python handles Ctrl-C on the main thread, and only while that thread is not bloc
 
 If a thread returned from torch while Python shuts down, the process would abort with "terminate
 called without an active exception". So Python waits at exit for threads that were given up, for 3 s
-in all: most of them end together with the other workers. ``close_at_exit`` ends the other threads.
+in all: most of them end together with the other workers. A thread that is still inside torch then
+sleeps when it returns. ``close_at_exit`` ends the other threads.
 
 Gloo's own threads need Python's lock, too: after each collective, also one of the script, they
 drop the Python objects of its tensors. A thread that waits for the lock when Python shuts down
@@ -12,6 +13,9 @@ aborts the process in the same way. So the main thread pauses at exit, and relea
 """
 
 import atexit
+import contextlib
+import ctypes
+import sys
 import threading
 import time
 import weakref
@@ -79,6 +83,19 @@ def _join_abandoned() -> None:
     end = time.monotonic() + _EXIT_SECONDS
     for thread in _abandoned:
         thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in _abandoned):
+        _sleep_instead_of_aborting()
+
+
+def _sleep_instead_of_aborting() -> None:
+    """Let C++ call ``pause`` where it would abort the process.
+
+    So a thread that cannot get Python's lock sleeps, as in Python 3.14, until the process ends.
+    """
+    library = "libc++abi.dylib" if sys.platform == "darwin" else "libstdc++.so.6"
+    with contextlib.suppress(OSError, AttributeError):  # another C++ library: it aborts
+        set_terminate = ctypes.CDLL(library)._ZSt13set_terminatePFvvE
+        set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
 
 
 def close_at_exit(resource: Any) -> None:
