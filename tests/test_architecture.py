@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2177, 1077),
-    "src/offbeat/averaging": (3189, 1722),
+    "src/offbeat/averaging": (3229, 1750),
     "src/offbeat/checkpoint": (900, 477),
     "src/offbeat/cli": (554, 308),
     "src/offbeat/data": (803, 393),
@@ -93,8 +93,8 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2514, 1419),
     "src/offbeat/transport": (2624, 1295),
     "src/offbeat_lab": (9900, 5279),
-    "benchmarks": (5999, 3726),
-    "tests": (33619,),
+    "benchmarks": (6248, 3892),
+    "tests": (33667,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

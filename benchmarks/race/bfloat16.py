@@ -4,7 +4,9 @@ Four simulated workers train the model of ``models/byte_transformer.py`` on link
 parameters, and so the gradients, are float32 or bfloat16. There are no float32 copies of the
 parameters. AdamW rounds them to the nearest bfloat16 number, or at random (``StochasticAdamW``).
 The *ideal* is BSP on an infinitely fast network. Results are appended to
-``results/bfloat16.jsonl``; those with a ``mechanism`` are of variants that are not in the code.
+``results/bfloat16.jsonl``. In those with a ``mechanism`` a landing rounds the local model to the
+nearest number and keeps the error ("residual", as the code does), or loses it ("none"), or it
+rounds at random ("sr").
 """
 
 import copy
@@ -26,7 +28,7 @@ from offbeat_lab.recipes.models.transformers import ByteTransformer
 WORKERS, STEPS = 4, 320
 LINKS = {"ideal": offbeat.Network("100000Gbit/s", latency=0)}
 OTHERS = offbeat.Network("50Mbit/s", latency="100us")
-METHODS = ("ideal", "streaming", "local:period=8", "async:staleness=4", "diloco:period=16")
+METHODS = ("ideal", "streaming", "local:period=8", "async:staleness=4")
 
 
 def round_at_random(values: torch.Tensor) -> torch.Tensor:
