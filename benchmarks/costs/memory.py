@@ -1,6 +1,6 @@
 """Memory that streaming averaging adds, in bytes per parameter, from the size of a worker process.
 
-Two workers train a stack of linear layers with AdamW over loopback. ``steps`` is the peak of steps
+Workers train a stack of linear layers with AdamW over loopback. ``steps`` is the peak of steps
 minus the peak of steps without Offbeat, both with gradients. The other figures are relative to the
 resident memory between two steps without Offbeat, which is that of the model and the optimizer.
 Large tensors get pages of their own (MALLOC_MMAP_THRESHOLD_), so that gaps in the heap, which
@@ -24,8 +24,15 @@ from benchmarks.processes import run
 from offbeat.quantization.kernels import kernels
 
 WIDTH = 1024
-LAYERS = (24, 100)
-DTYPES = ("float32", "bfloat16")
+CASES = (  # strategy, workers, layers, dtype
+    ("streaming", 2, 24, "float32"),
+    ("streaming", 2, 24, "bfloat16"),
+    ("streaming", 2, 100, "float32"),
+    ("streaming", 2, 100, "bfloat16"),
+    ("streaming:outer_gain=2", 2, 24, "float32"),
+    ("streaming:parts=1", 2, 24, "float32"),
+    ("streaming:parts=1", 4, 24, "float32"),
+)
 PHASES = ("attach", "attached", "steps", "consensus", "save", "load", "loaded")
 
 
@@ -83,7 +90,7 @@ def measure(layers: int, dtype: str, strategy: str, folder: str) -> dict[str, fl
     _reset()
     offbeat.save(folder, sync)
     note("save", _status("VmHWM"), resident + files)
-    note("bytes in the file", sum(f.stat().st_size for f in Path(folder).rglob("*")) // 2, 0)
+    note("bytes in the file", sum(f.stat().st_size for f in Path(folder).rglob("*")) // sync.size, 0)
     _reset()
     offbeat.load(folder, sync)
     note("load", _status("VmHWM"), resident + files)
@@ -97,20 +104,18 @@ def measure(layers: int, dtype: str, strategy: str, folder: str) -> dict[str, fl
     return found
 
 
-def results(
-    *, quick: bool = False, layers: tuple[int, ...] = LAYERS, strategy: str = "streaming"
-) -> list[Result]:
+def results(*, quick: bool = False, cases: tuple[Any, ...] = CASES) -> list[Result]:
     """Return all figures of this benchmark."""
     found = []
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**18)
-    for number in layers[:1] if quick else layers:
-        for dtype in DTYPES:
-            config: dict[str, Any] = {"strategy": strategy, "layers": number, "dtype": dtype}
-            with tempfile.TemporaryDirectory() as folder:
-                each = run(measure, workers=2, seconds=500, folder=folder, **config)
-            millions = round(number * WIDTH**2 / 1e6)
-            for phase in PHASES:
-                value = max(one[phase] for one in each)
-                what = f"{strategy}, {millions} M parameters in {dtype}: {phase}"
-                found.append(Result("memory", what, value, None, "B", config, each[0]))
+    for strategy, workers, layers, dtype in cases[:1] if quick else cases:
+        config = {"strategy": strategy, "layers": layers, "dtype": dtype}
+        with tempfile.TemporaryDirectory() as folder:
+            each = run(measure, workers=workers, seconds=500, folder=folder, **config)
+        config["workers"] = workers
+        millions = round(layers * WIDTH**2 / 1e6)
+        for phase in PHASES:
+            value = max(one[phase] for one in each)
+            what = f"{strategy}, {workers} workers, {millions} M parameters in {dtype}: {phase}"
+            found.append(Result("memory", what, value, None, "B", config, each[0]))
     return found
