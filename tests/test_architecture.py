@@ -93,7 +93,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2514, 1419),
     "src/offbeat/transport": (2624, 1295),
     "src/offbeat_lab": (9900, 5279),
-    "benchmarks": (6256, 3898),
+    "benchmarks": (6257, 3899),
     "tests": (33754,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
