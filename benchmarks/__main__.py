@@ -15,6 +15,7 @@ NAMES = {
     "trigger": "costs.trigger",
     "codec": "costs.codec",
     "step": "costs.step",
+    "memory": "costs.memory",
     "validation": "costs.validation",
     "availability": "launched.availability",
     "start": "launched.start",

@@ -14,6 +14,7 @@ from offbeat.units import (
     show_bytes,
     show_seconds,
     to_bandwidth,
+    to_bytes,
     to_count,
     to_seconds,
 )
@@ -40,6 +41,10 @@ READERS = [
                 **{"100us": 1e-4, "100 µs": 1e-4, "100μs": 1e-4, "50ms": 0.05, "1.5 s": 1.5},
                 **{"2min": 120.0, "1h": 3600.0, "3ns": 3e-9, "1e-3s": 1e-3},
             },
+        ),
+        (
+            to_bytes,
+            {"80GB": 80e9, "24GiB": 24 * 2**30, "512 mib": 2**29, "3b": 3.0},
         ),
         (to_count, {"25M": 25e6, "1.2B": 1.2e9, "7e6": 7e6, "110 m": 110e6, "1T": 1e12, "12": 12}),
     ],

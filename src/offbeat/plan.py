@@ -37,6 +37,7 @@ from offbeat.units import (
     show_bytes,
     show_seconds,
     to_bandwidth,
+    to_bytes,
     to_count,
     to_seconds,
 )
@@ -113,6 +114,7 @@ class Plan:
         reason: Text that explains the recommendation.
         warning: Text that says in what the setting is beyond the measured ones; empty if in
             nothing.
+        memory: Text that says what fits into the memory; empty if its size was not given.
     """
 
     caption: str
@@ -122,6 +124,7 @@ class Plan:
     recommendation: str
     reason: str
     warning: str
+    memory: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as JSON values. Infinity in a forecast becomes the string "inf"."""
@@ -173,7 +176,7 @@ class Plan:
                 "bsp --wire int4 with SGD."
             )
             lines += [f"Warning: {self.warning}."] if self.warning else []
-        return lines
+        return lines + ([f"Memory: {self.memory}."] if self.memory else [])
 
 
 def _beyond(parameters: float, workers: int, send_steps: float) -> str:
@@ -185,6 +188,35 @@ def _beyond(parameters: float, workers: int, send_steps: float) -> str:
     }
     found = ", ".join(text for text, within in measured.items() if not within)
     return f"this is beyond what was measured ({found}), so compare on your model" if found else ""
+
+
+def memory_bytes(parameters: float, workers: int) -> float:
+    """Return the most bytes that training takes on a worker, without activations.
+
+    The parameters are float32, the optimizer is AdamW or SGD with momentum, and the strategy
+    streaming averaging with default settings. docs/streaming.md has the terms: parameters,
+    gradients, optimizer, P and v take 20 bytes per parameter. The others are those of a message
+    with the whole model: the change of the local model and the quantized updates.
+    """
+    if workers == 1:
+        return 16 * parameters
+    message = 0.26 * (workers + 1) if workers <= 3 else 0.26 * 4 + 4 / workers
+    return (24 + message) * parameters
+
+
+def _memory(parameters: float, workers: int, available: float) -> str:
+    """Return whether ``memory_bytes`` fits into so many bytes, as text."""
+    needed = memory_bytes(parameters, workers)
+    left = available - needed
+    answer = (
+        f"which leaves {show_bytes(left)} of {show_bytes(available)} for activations"
+        if left > 0
+        else f"more than the {show_bytes(available)}, and activations are extra"
+    )
+    alone = show_bytes(16 * parameters)
+    return (
+        f"AdamW in float32 takes {alone}, and up to {show_bytes(needed)} with streaming, {answer}"
+    )
 
 
 def _number(value: float) -> str:
@@ -364,6 +396,7 @@ def plan(
     bandwidth: float | str,
     latency: float | str = "100us",
     strategies: Sequence[str] | None = None,
+    device_memory: float | str | None = None,
 ) -> Plan:
     """Predict the time of a step under each strategy, and recommend a strategy.
 
@@ -390,6 +423,8 @@ def plan(
         latency: Latency of a message: seconds, or text like "100us" (≥ 0).
         strategies: Strategies to forecast in place of the default ones, as text, with a precision
             if it is not the default: ["local:period=4", "bsp --wire int8"].
+        device_memory: Memory of the device: bytes, or text like "80GB". None: ``Plan.memory`` is
+            empty.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -421,6 +456,7 @@ def plan(
         recommendation=recommendation,
         reason=reason,
         warning=_beyond(count, workers, send_steps),
+        memory="" if device_memory is None else _memory(count, workers, to_bytes(device_memory)),
     )
 
 

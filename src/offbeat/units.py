@@ -31,6 +31,8 @@ _SECONDS = {
 }
 _COUNTS = {"": Decimal(1), "k": Decimal("1e3"), "m": Decimal("1e6"), "b": Decimal("1e9")}
 _COUNTS["t"] = Decimal("1e12")
+_BYTES = {prefix + "b": Decimal(size) for prefix, size in _PREFIXES.items()}
+_BYTES |= {prefix + "ib": Decimal(1024) ** i for i, prefix in enumerate(_PREFIXES) if prefix}
 
 _QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]*)\s*")
 
@@ -105,6 +107,7 @@ _COUNT = _Quantity(
     "a number with k, M, B, T or nothing behind it, like 25M or 1.2B",
     most=1e13,
 )
+_SIZE = _Quantity("a size", "bytes", _BYTES, "a number and a unit, like 80GB or 24GiB")
 
 
 def to_bandwidth(value: str | float) -> float:
@@ -124,6 +127,11 @@ def to_seconds(value: str | float, *, allow_zero: bool = False) -> float:
 def to_count(value: str | float) -> float:
     """Return a number of parameters from ``"25M"``, ``"1.2B"`` (billions), ``"7e6"``, 7e6."""
     return _COUNT.read(value, str.lower, False)
+
+
+def to_bytes(value: str | float) -> float:
+    """Return bytes from ``"80GB"`` (decimal), ``"24GiB"`` (binary), or a number."""
+    return _SIZE.read(value, str.lower, False)
 
 
 def show_bandwidth(bits_per_second: float) -> str:

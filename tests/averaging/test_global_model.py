@@ -1,5 +1,6 @@
 """The global model of all strategies: precision of P, buffers, memory."""
 
+import copy
 import math
 
 import pytest
@@ -42,13 +43,60 @@ def small_steps(rank: int, size: int, dtype: torch.dtype) -> list[float]:
 def test_small_outer_steps_add_up_in_p(dtype: torch.dtype, half: bool) -> None:
     """An eighth of a unit in the last place is lost in x, and not in a P of more precision.
 
-    P is float32 for half types. Otherwise it has the dtype of x.
+    P is float32 for half types, and the rounding error of x is stored. Otherwise P has the dtype of
+    x.
     """
-    # P = 1 − d units and x is P rounded, 1: D = d − 1 units, so d ← d + (1 − d)/8.
-    d = [1 - (7 / 8) ** n for n in (5, 6)]
-    assert d[0] < 0.5 < d[1], "x is rounded to 1 until the last step"
+    # After n steps P = 1 − n/8 units, and x is P rounded. Half a unit is rounded to the even 1.
     for seen in run(small_steps, dtype, workers=2):
-        assert seen == [0.0] * 5 + [-1.0 if half else 0.0]
+        assert seen == [0.0] * 4 + [-1.0 if half else 0.0] * 2
+
+
+UNIT = 2**-7  # in the last place of a bfloat16 number from 1 to 2
+
+
+def take_turns(rank: int, size: int, text: str, wire: str) -> tuple[Tensor, list[Tensor]]:
+    """In each step one worker moves by a unit. Returns the moves in units, and P."""
+    model = nn.Module()
+    start = 1.25 + torch.arange(4096) % 64 * UNIT
+    model.x = nn.Parameter(start.bfloat16())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(number: int) -> None:
+        model.x.grad = torch.full_like(model.x, -UNIT * (number % size == rank))
+        optimizer.step()
+
+    with attach(model, optimizer, text, wire=wire) as sync:
+        for number in range(24):
+            step(number)
+            if number == 9:
+                with sync.consensus():
+                    assert not torch.equal(model.x.detach(), start)
+            if number == 14:
+                saved = copy.deepcopy(sync.state_dict())
+                step(number)
+                sync.load_state_dict(saved)
+        sync.finish()
+        shared = sync._iteration.flow.state.shared
+    return (model.x.detach().double() - start) / UNIT, shared
+
+
+@pytest.mark.parametrize("wire", ["float32", "int2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local:period=1",
+        "async:staleness=4",
+        "diloco:period=3,fragments=3,overlap=1,outer_lr=1.0,outer_momentum=0.0",
+        "streaming:outer_gain=1",
+    ],
+)
+def test_moves_of_one_worker_add_up_in_bfloat16(text: str, wire: str) -> None:
+    """A quarter of a unit is lost in x, but its rounding error is part of the next landing."""
+    found = run(take_turns, text, wire, workers=4)
+    for moved, shared in found:
+        error = (moved - 24 / 4).abs().mean()
+        assert error <= (0 if wire == "float32" else 0.1)
+        assert [p.tolist() for p in shared] == [p.tolist() for p in found[0][1]]
 
 
 # -- buffers --------------------------------------------------------------------------------------

@@ -221,6 +221,25 @@ def test_table_and_dictionary() -> None:
     assert alone["rows"][0]["interval_steps"] == "inf"
 
 
+@pytest.mark.parametrize(
+    ("workers", "memory", "told"),
+    [  # 24 bytes per parameter and the messages: 0.26·3, or 0.26·4 and an eighth of 4
+        (2, "1GB", "up to 619.5 MB with streaming, which leaves 380.5 MB of 1.0 GB for"),
+        (8, "0.5GiB", "up to 638.5 MB with streaming, more than the 536.9 MB, and activations"),
+        (1, 8e8, "up to 400.0 MB with streaming, which leaves 400.0 MB of 800.0 MB for"),
+    ],
+)
+def test_what_fits_into_the_memory(workers: int, memory: str | float, told: str) -> None:
+    """The last line of the advice, only if the size is given."""
+    case = {**CASE, "workers": workers}
+    assert "Memory" not in " ".join(plan(**case).advice())
+    last = plan(**case, device_memory=memory).advice()[-1]
+    assert last.startswith("Memory: AdamW in float32 takes 400.0 MB, and ")
+    assert told in last
+    with pytest.raises(ValueError, match="is not a size; write a number and a unit, like 80GB"):
+        plan(**case, device_memory="80")
+
+
 def test_the_page_shows_the_output() -> None:
     """The page has the same caption, rows and advice, and leaves out the note under the table."""
     page = " ".join((ROOT / "docs/planning.md").read_text(encoding="utf-8").split())

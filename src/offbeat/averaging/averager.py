@@ -63,7 +63,8 @@ class AveragerState:
     Attributes:
         shared: P, one tensor for each dtype and device of the parameters. Empty if not stored.
         velocity: v, like ``shared``.
-        errors: Quantization errors of the sums, like ``shared``; see ``Stream``.
+        errors: Quantization errors of the sums, like ``shared``, see ``Stream``; then the rounding
+            errors of x, see ``Space``.
         view: The data about this worker that the strategy may read.
         landings: Number of parts that have landed in this generation.
         launch_step: Local step of the newest launch, initially the first step of the generation.
@@ -124,7 +125,12 @@ class Averager(Flow):
         self.state = AveragerState(
             [space.P for space in self.spaces if space.P is not None],
             [space.v for space in self.spaces if space.v is not None],
-            [s.stream.errors for s in self.spaces if s.stream.errors is not None],
+            [
+                error
+                for s in self.spaces
+                for error in (s.stream.errors, s.error)
+                if error is not None
+            ],
             view,
             Sizer(len(self.parts), bound=self.averages.bound),
             launch_step=worker.step,
@@ -158,6 +164,8 @@ class Averager(Flow):
             for index in range(team.models_per_node)
         ]
         self.spaces = spaces[place]
+        for space in self.spaces if several or outer else ():
+            space.make_error()
         elements = sum(space.x.elements for space in self.spaces)
         (exact,) = team.maximum_over_node(float(not wire.saves(elements, 4) and elements > 0))
         self.precision: str | None = None if wire.exact or exact else wire.precision

@@ -209,14 +209,45 @@ class Space:
         x: The parameters.
         P: The global model, 1-D; None if it is not stored.
         v: Velocity of the outer step, 1-D; None if there is none.
+        error: Rounding error of x at its last landing, bfloat16, 1-D; None if x is not rounded.
+            Without it, landings would lose changes below half a unit in the last place of x.
         stream: Quantization errors of the sums of updates.
     """
 
     def __init__(self, x: Flat, *, shared: bool, velocity: bool) -> None:
         self.x = x
+        self.error: Tensor | None = None
         self.P = x.copy() if shared else None
         self.v = torch.zeros(x.elements, dtype=x.dtype, device=x.device) if velocity else None
         self.stream = Stream(x.elements, x.dtype, x.device)
+
+    def make_error(self) -> None:
+        """Allocate ``error`` if x is float16 or bfloat16."""
+        if self.x.dtype != self.x.stored_dtype:
+            self.error = torch.zeros(self.x.elements, dtype=torch.bfloat16, device=self.x.device)
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill ``out`` with x from ``start`` on, without its rounding error."""
+        self.x.read(start, out)
+        if self.error is not None:
+            out.sub_(self.error[start : start + out.numel()])
+
+    def add(self, start: int, values: Tensor) -> None:
+        """Add ``values`` to x from ``start`` on."""
+        if self.error is None:
+            self.x.add(start, values)
+        else:
+            exact = torch.empty_like(values)
+            self.read(start, exact)
+            self.write(start, exact.add_(values))
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Replace x from ``start`` on by ``values``."""
+        self.x.write(start, values)
+        if self.error is not None:
+            error = values.to(self.x.stored_dtype) - values
+            # x that overflows, and NaN, have no error that could be made up for later.
+            self.error[start : start + len(error)] = error.nan_to_num_(0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)

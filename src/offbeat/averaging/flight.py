@@ -153,7 +153,7 @@ class Flight:
     def _pack(self, place: Place, piece: Slice, *, check: bool) -> None:
         space = piece.space
         values = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
-        space.x.read(piece.start, values)
+        space.read(piece.start, values)
         if space.P is not None:
             values.sub_(space.P[piece.start : piece.stop])
             if check:
@@ -183,7 +183,7 @@ class Flight:
         yield from _with_pauses(self._pieces(), self._add)
 
     def _add(self, place: Place, piece: Slice) -> None:
-        piece.space.x.add(piece.start, self._shift(place, piece))
+        piece.space.add(piece.start, self._shift(place, piece))
 
     def move_and_add(self, *, overwrite: bool) -> None:
         """Move P, v and the local model.
@@ -209,19 +209,20 @@ class Flight:
             if not overwrite:
                 self._shift_to_mean(piece, shared, sent, shift)
         if overwrite:
-            space.x.write(piece.start, shared)
+            space.write(piece.start, shared)
         else:
-            space.x.add(piece.start, shift)
+            space.add(piece.start, shift)
 
     def preview(self) -> None:
-        """Change x as the landing will, but not P and v. The caller restores x."""
+        """Change x as the landing will, but nothing else. The caller restores x."""
         assert self.future is not None
         self.future.wait()
         if not self.total():
             return
         squares, self.squares = self.squares, np.zeros(2)
         for place, piece, step in self._pieces_and_steps():
-            vectors = [t for t in (piece.space.P, piece.space.v) if t is not None]
+            space = piece.space
+            vectors = [t for t in (space.P, space.v, space.error) if t is not None]
             some = slice(piece.start, piece.stop)
             saved = [vector[some].clone() for vector in vectors]
             self._move_and_add(place, piece, step, overwrite=False)
@@ -234,7 +235,7 @@ class Flight:
         if self.weight:
             sent.mul_(1 / self.weight)
         else:  # this worker has sent nothing: its model becomes the mean
-            piece.space.x.read(piece.start, sent)
+            piece.space.read(piece.start, sent)
         torch.sub(mean, sent, out=shift)
 
     def _move(self, place: Place, piece: Slice, step: OuterStep, shift: Tensor) -> None:

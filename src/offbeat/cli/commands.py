@@ -28,6 +28,9 @@ def plan(
         ),
     ] = None,
     latency: Annotated[str, typer.Option(help="Latency of a message, as in 50us.")] = "100us",
+    device_memory: Annotated[
+        str | None, typer.Option(help="Memory of a worker's device, as in 80GB: does it suffice?")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Predict the time of a step under each strategy, and recommend one to try first.

@@ -45,9 +45,10 @@ class DiLoCo(Strategy):
     after its launch.
 
     *Memory*, in copies of the model: two for θ and v, in the dtype of the parameters (float32 for
-    float16 and bfloat16 parameters). Without overlap 1/F more, for the fragment that is averaged.
-    With overlap 2/F more for each fragment in flight, for its update and the sum. *State* in
-    checkpoints: θ and v. Saving first lands the fragments in flight.
+    float16 and bfloat16 parameters, and 2 bytes for the rounding error of each). Without overlap
+    1/F more, for the fragment that is averaged. With overlap 2/F more for each fragment in flight,
+    for its update and the sum. *State* in checkpoints: θ, v and the rounding errors. Saving first
+    lands the fragments in flight.
 
     *Differs from the papers*: Streaming DiLoCo mixes θ with the worker's model in a fixed
     proportion; here all local steps are kept. Its fragments are strided layers; here they are

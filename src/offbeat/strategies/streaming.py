@@ -104,9 +104,11 @@ class StreamingAveraging(Strategy):
     message of the eager schedule, eleven for each launch of the cyclic one. Both overlap with
     computation.
     *Memory*: P, v, and for the parts in flight the quantized messages, or u and its sum over the
-    workers if ``wire`` is "float32". In the eager schedule also Δ − u of a message that lands.
-    *State* in checkpoints: P, v, counters, and the quantization errors of the sums that the worker
-    sends (at most 1/N of a copy of the model). Saving first lands the parts in flight.
+    workers if ``wire`` is "float32". In the eager schedule also Δ − u of a message that lands. With
+    float16 and bfloat16 parameters their rounding errors, 2 bytes for each.
+    *State* in checkpoints: P, v, counters, the rounding errors, and the quantization errors of the
+    sums that the worker sends (at most 1/N of a copy of the model). Saving first lands the parts in
+    flight.
 
     With ``parts=1``, ``outer_gain=1`` and ``wire="float32"`` this is ``AsyncAveraging`` with the
     same schedule and staleness. CSER (Xie et al., 2020) and the delta rule of hivemind also keep
