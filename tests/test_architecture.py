@@ -77,10 +77,10 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2177, 1077),
-    "src/offbeat/averaging": (3189, 1722),
+    "src/offbeat": (2221, 1102),
+    "src/offbeat/averaging": (3229, 1750),
     "src/offbeat/checkpoint": (900, 477),
-    "src/offbeat/cli": (554, 308),
+    "src/offbeat/cli": (557, 311),
     "src/offbeat/data": (803, 393),
     "src/offbeat/display": (88, 42),
     "src/offbeat/elastic": (1700, 908),
@@ -89,12 +89,12 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/nodes": (505, 285),
     "src/offbeat/quantization": (973, 526),
     "src/offbeat/simulate": (2263, 1207),
-    "src/offbeat/strategies": (1331, 498),
+    "src/offbeat/strategies": (1334, 498),
     "src/offbeat/training": (2514, 1419),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9900, 5279),
-    "benchmarks": (5999, 3726),
-    "tests": (34014,),
+    "benchmarks": (6257, 3899),
+    "tests": (34149,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
