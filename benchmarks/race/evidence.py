@@ -42,7 +42,6 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
     found |= {
         "From fast to slow links": tables.sweep(folder),
         "Sixteen workers and uneven links": tables.elsewhere(folder),
-        "Streaming averaging, taken apart": tables.parts(folder),
         "Longer steps of Adam": tables.adam(folder),
         "Many workers": tables.many(folder),
         "Other trainings": tables.features(folder),

@@ -291,18 +291,6 @@ def sweep(folder: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
-def parts(folder: Path = RESULTS) -> str:
-    """Return the table of streaming averaging with other settings."""
-    cells = [cell for workload in WORKLOADS for cell in cells_of("parts", workload, folder)]
-    lines = _heading("workload", "method", "half-way", "90 %", "98 %", "end", "end − ideal")
-    for cell in cells:
-        found = runs_of(cell, folder)
-        ideal = next(runs for label, runs in found.items() if label.startswith("ideal"))
-        for label, runs in found.items():
-            lines.append(_row(cell.workload, f"`{label}`", None, runs, ideal))
-    return "\n".join(lines)
-
-
 def adam(folder: Path = RESULTS) -> str:
     """Return the table of strategies with and without longer steps of Adam.
 
