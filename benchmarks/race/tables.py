@@ -25,7 +25,6 @@ from benchmarks.race.studies import (
     UNEVEN,
     UNEVEN_RATE,
     VARIANTS,
-    WORKLOADS,
     Cell,
     at_rate,
 )
