@@ -16,6 +16,7 @@ NAMES = {
     "codec": "costs.codec",
     "step": "costs.step",
     "memory": "costs.memory",
+    "large": "costs.large",
     "validation": "costs.validation",
     "availability": "launched.availability",
     "start": "launched.start",
