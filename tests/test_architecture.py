@@ -93,8 +93,8 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2514, 1419),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9900, 5279),
-    "benchmarks": (6257, 3899),
-    "tests": (34149,),
+    "benchmarks": (6768, 4234),
+    "tests": (34246,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
