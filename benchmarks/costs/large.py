@@ -113,6 +113,7 @@ def results(*, quick: bool = False) -> list[Result]:
         where = f"{method}, {link or 'loopback'}"
         config = {
             "workers": 2,
+            "steps": len(workers[0]["losses"]),
             "parameters": workers[0]["parameters"],
             "batch": f"1 x {LENGTH - 1}",
         }

@@ -17,7 +17,7 @@ from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS, Codec
 from offbeat.quantization.kernels import land
 
-pytest.importorskip("triton", reason="not installed: pip install triton")
+pytest.importorskip("triton", reason="not installed: pip install triton==3.7.1")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before torch is imported", allow_module_level=True)
 
