@@ -92,9 +92,9 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/strategies": (1334, 498),
     "src/offbeat/training": (2514, 1419),
     "src/offbeat/transport": (2641, 1302),
-    "src/offbeat_lab": (9900, 5279),
-    "benchmarks": (6768, 4234),
-    "tests": (34246,),
+    "src/offbeat_lab": (9903, 5282),
+    "benchmarks": (6769, 4235),
+    "tests": (34258,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -17,6 +17,7 @@ from offbeat_lab import report
 from offbeat_lab.events import Evaluation
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
+from offbeat_lab.report import tables
 from offbeat_lab.results import Result
 
 NO_MORE: dict[str, float] = {}
@@ -332,3 +333,14 @@ def test_plot_draws_every_strategy(drawn: list[Any], tmp_path: Path, recipe: str
     assert axes.get_ylabel() == runs[0].metric
     assert axes.get_xlabel() == "training seconds (simulated)"
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_the_page_says_who_reached_the_target_and_who_did_not(seeds: int) -> None:
+    target = find_recipe("digits").target
+    curves = {"bsp": [(7.4, target)], "local": [(1.0, 0.0)], "streaming": [(2.5, target)]}
+    runs = [make(name, curves[name], seed=seed) for name in curves for seed in range(seeds)]
+    sentence = tables.winner(runs)
+    assert "streaming reached" in sentence
+    assert "first, in 2.5 s; the last was bsp, in 7.4 s; local did not reach it" in sentence
+    assert ("(medians)" in sentence) == (seeds > 1)

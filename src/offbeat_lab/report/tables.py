@@ -141,10 +141,13 @@ def winner(results: Sequence[Result]) -> str:
     times = sorted((row.seconds_to_target, row.name) for row in rows if row.seconds_to_target)
     if not times:
         return f"No method reached {target} with every seed."
-    first = f"{times[0][1]} reached {target} first, in {times[0][0]:.1f} s"
-    if len(times) == 1:
-        return f"{first}."
-    return f"{first}; the last was {times[-1][1]}, in {times[-1][0]:.1f} s (medians)."
+    text = f"{times[0][1]} reached {target} first, in {times[0][0]:.1f} s"
+    if len(times) > 1:
+        text += f"; the last was {times[-1][1]}, in {times[-1][0]:.1f} s"
+    if never := [row.name for row in rows if not row.seconds_to_target]:
+        text += f"; {', '.join(never)} did not reach it with every seed"
+    several = len({result.job.seed for result in results}) > 1
+    return f"{text} (medians)." if several else f"{text}."
 
 
 def has_ideal(results: Sequence[Result]) -> bool:
