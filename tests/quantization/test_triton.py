@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="not installed: pip install triton==3.7.1")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before torch is imported", allow_module_level=True)
 
-from benchmarks.costs import triton_kernels as kernels
+from benchmarks import triton_kernels as kernels
 
 SIZES = (3, 700, 1, 1, 512, 300, 9)
 CODEC = pytest.mark.parametrize("codec", [kind() for kind in CODECS.values()], ids=list(CODECS))
