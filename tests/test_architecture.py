@@ -93,8 +93,8 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2514, 1419),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
-    "benchmarks": (6769, 4235),
-    "tests": (34258,),
+    "benchmarks": (6774, 4240),
+    "tests": (34261,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

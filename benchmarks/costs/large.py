@@ -108,6 +108,7 @@ def results(*, quick: bool = False) -> list[Result]:
         call = {"method": method, "steps": steps, "shape": shape}
         runs[method, link] = run(train, workers=2, bandwidth=link, seconds=3000, **call)
     alone = [statistics.median(one["seconds"]) for one in runs["alone", None]]
+    means = [statistics.fmean(one["seconds"]) for one in runs["alone", None]]
     found = []
     for (method, link), workers in runs.items():
         where = f"{method}, {link or 'loopback'}"
@@ -119,7 +120,9 @@ def results(*, quick: bool = False) -> list[Result]:
         }
         pairs = list(zip(workers, alone, strict=True))
         late = [sum(one["losses"][-20:]) / 20 for one in workers]
+        mean = max(statistics.fmean(w["seconds"]) / a for w, a in zip(workers, means, strict=True))
         figures: list[tuple[str, float, str]] = [
+            ("mean step / alone", mean, ""),
             ("median step / alone", max(statistics.median(w["seconds"]) / a for w, a in pairs), ""),
             ("longest step / median alone", max(max(w["seconds"]) / a for w, a in pairs), ""),
             ("peak memory", max(w["peak_bytes"] for w in workers) / 1e9, "GB"),

@@ -1,4 +1,4 @@
-"""The tables of docs/streaming.md on memory and on bfloat16 agree with the results."""
+"""The tables of the pages on memory and on bfloat16 agree with the results."""
 
 import json
 from typing import Any
@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 from benchmarks.harness import RESULTS, ROOT
 
-PAGE = (ROOT / "docs" / "streaming.md").read_text(encoding="utf-8")
+PAGES = {"Memory": "streaming", "Parameters in bfloat16": "quantization"}
 
 
 def rows(heading: str) -> list[list[str]]:
-    """Return the cells of the first table below a heading of the page."""
-    lines = PAGE.partition(f"### {heading}\n")[2].partition("\n### ")[0].splitlines()
+    """Return the cells of the first table below a heading of its page."""
+    text = (ROOT / "docs" / f"{PAGES[heading]}.md").read_text(encoding="utf-8")
+    lines = text.partition(f"# {heading}\n")[2].partition("\n## ")[0].splitlines()
     table = [line for line in lines if line.startswith("|")][2:]
     return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table]
 
@@ -25,7 +26,9 @@ def test_where_bfloat16_ends() -> None:
     ends = {
         (r["method"], r["lr"], r["dtype"], r["stochastic"], r["seed"]): r["bits per byte"]
         for r in read("bfloat16")
-        if r.get("mechanism") == "residual" or r["method"] == "ideal" or r["dtype"] == "float32"
+        if r.get("mechanism", "residual") == "residual"
+        or r["method"] == "ideal"
+        or r["dtype"] == "float32"
     }
     table = rows("Parameters in bfloat16")
     assert len(table) == 6
