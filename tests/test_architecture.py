@@ -77,8 +77,8 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2221, 1102),
-    "src/offbeat/averaging": (3229, 1750),
+    "src/offbeat": (2222, 1102),
+    "src/offbeat/averaging": (3247, 1761),
     "src/offbeat/checkpoint": (900, 477),
     "src/offbeat/cli": (557, 311),
     "src/offbeat/data": (803, 393),
@@ -90,11 +90,11 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/quantization": (973, 526),
     "src/offbeat/simulate": (2263, 1207),
     "src/offbeat/strategies": (1334, 498),
-    "src/offbeat/training": (2514, 1419),
+    "src/offbeat/training": (2518, 1423),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
     "benchmarks": (6774, 4240),
-    "tests": (34261,),
+    "tests": (34309,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
