@@ -93,8 +93,8 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2518, 1423),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
-    "benchmarks": (6774, 4240),
-    "tests": (34309,),
+    "benchmarks": (6915, 4341),
+    "tests": (34325,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
