@@ -83,7 +83,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/cli": (557, 311),
     "src/offbeat/data": (803, 393),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1700, 908),
+    "src/offbeat/elastic": (1710, 915),
     "src/offbeat/integrations": (303, 178),
     "src/offbeat/launcher": (722, 393),
     "src/offbeat/nodes": (505, 285),
@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
     "benchmarks": (6907, 4335),
-    "tests": (34325,),
+    "tests": (34339,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

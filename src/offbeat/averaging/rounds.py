@@ -198,10 +198,10 @@ class WaitingWarning:
         while self._next_seconds <= seconds:
             self._next_seconds *= 2
         logger.warning(
-            "rank %d has waited in consensus(), mean() or offbeat.save() for %.0f s; the other "
-            "workers have taken %d steps since. Every rank must call it, not only rank %d: see "
-            '"Coming from DDP" in the documentation',
+            "rank %d has waited in %s for %.0f s; the other workers have taken %d steps since. "
+            'Every rank must call it, not only rank %d: see "Coming from DDP" in the documentation',
             worker.rank,
+            worker.call,
             seconds,
             steps,
             worker.rank,
