@@ -83,7 +83,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/cli": (557, 311),
     "src/offbeat/data": (803, 393),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1710, 915),
+    "src/offbeat/elastic": (1709, 914),
     "src/offbeat/integrations": (303, 178),
     "src/offbeat/launcher": (722, 393),
     "src/offbeat/nodes": (505, 285),

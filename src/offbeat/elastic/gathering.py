@@ -95,10 +95,9 @@ def gathering_from_environment() -> "Gathering | None":
             "workers of the default process group; unset it, or give attach() a group",
             *(_STORE, world.size()),
         )
-    # A module with ``__getattr__`` or a dead proxy may answer isinstance() with an error.
-    if any(
-        type(each) is DistributedSampler and each.num_replicas == 1 for each in gc.get_objects()
-    ):
+    # Not isinstance(), to which a dead proxy answers with an error.
+    samplers = [each for each in gc.get_objects() if type(each) is DistributedSampler]
+    if any(sampler.num_replicas == 1 for sampler in samplers):
         logger.warning(
             "a DistributedSampler has num_replicas=1, so every worker would train on all data: use "
             "an offbeat.data.LeasedSampler, which divides the data among the workers"
