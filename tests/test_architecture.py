@@ -93,8 +93,8 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2518, 1423),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
-    "benchmarks": (6907, 4335),
-    "tests": (34339,),
+    "benchmarks": (6930, 4351),
+    "tests": (34353,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
