@@ -1,5 +1,6 @@
 """Conversion of a checkpoint for ``torch.distributed.checkpoint`` (DCP)."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def to_dcp(checkpoints: Path, output: Path, step: int | None = None) -> int:
             for group in saved[0]["param_groups"]
         ]
     optimizer = {"state": state, "param_groups": groups}
-    save({"model": model, "optimizer": optimizer}, checkpoint_id=output, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=output, no_dist=True)
     return max(keys)[0]
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError
+from offbeat.nodes.detection import NodeGroup, node_ranks
 from offbeat.transport.communicator import Transport
 
 logger = logging.getLogger("offbeat")
@@ -39,11 +40,16 @@ class DDPSuppressor:
             ``require_backward_grad_sync`` is then False.
 
     Raises:
-        AttachError: a wrapper cannot be switched off, or averages over other workers than
-            ``group``, the process group of ``attach``.
+        AttachError: a wrapper cannot be switched off, or averages over other workers than those
+            of ``group``, or of ``node_group``. Both are those of ``attach``.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | Transport | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | Transport | None,
+        node_group: NodeGroup | None,
+    ) -> None:
         self._hooks: list[RemovableHandle] = []
         self.wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -52,7 +58,8 @@ class DDPSuppressor:
         attach_group = group if isinstance(group, dist.ProcessGroup) else world
         # Check all wrappers first: an error must leave every wrapper active.
         for wrapper in self.wrappers:
-            _require_suppressible(wrapper, dist.get_process_group_ranks(attach_group))
+            node = () if node_group is None else node_ranks(group, node_group)
+            _require_suppressible(wrapper, dist.get_process_group_ranks(attach_group), node)
         for wrapper in self.wrappers:
             self._suppress(wrapper)
 
@@ -85,10 +92,15 @@ def _switch_on(wrapper: DistributedDataParallel, args: object, result: object) -
     wrapper.require_backward_grad_sync = vars(wrapper).pop(_FLAG)
 
 
-def _require_suppressible(wrapper: DistributedDataParallel, members: Sequence[int]) -> None:
-    """Raise AttachError unless ``wrapper`` averages over ``members`` and can be switched off."""
+def _require_suppressible(
+    wrapper: DistributedDataParallel, members: Sequence[int], node: Sequence[int] | str
+) -> None:
+    """Raise AttachError unless ``wrapper`` can be switched off, and has all ``members`` or a node.
+
+    ``node`` has the ranks of this worker's node, or a text if they are unknown.
+    """
     ranks = dist.get_process_group_ranks(wrapper.process_group)
-    if set(ranks) != set(members):
+    if set(ranks) not in (set(members), set(node)):
         raise AttachError(
             f"the model is inside a DistributedDataParallel over ranks {_shown(ranks)}, and "
             f"attach() trains it over ranks {_shown(members)}: give both the same group, and give "
