@@ -22,6 +22,8 @@ from torch.nn.functional import cross_entropy
 import offbeat
 
 WIDTH, CONTEXT = 64, 64
+TEXT = torch.tensor([*Path(argparse.__file__).read_bytes()]).unfold(0, CONTEXT + 1, CONTEXT)
+HELD_OUT, TRAIN = TEXT[::10], TEXT[torch.arange(len(TEXT)) % 10 > 0]
 
 
 class GPT(nn.Module):
@@ -46,18 +48,15 @@ def loss_of(model: nn.Module, texts: Tensor) -> Tensor:
     return cross_entropy(model(texts[:, :-1]).transpose(1, 2), texts[:, 1:])
 
 
-def report(step: int, model: nn.Module, held_out: Tensor) -> None:
+def report(step: int, model: nn.Module) -> None:
     with torch.no_grad():
-        loss = loss_of(model, held_out)
+        loss = loss_of(model, HELD_OUT)
     print(f"rank {dist.get_rank()}, step {step}: held-out loss {loss:.4f}")
 
 
 def main(folder: Path, steps: int) -> nn.Module:
     dist.init_process_group("gloo")
     rank, inside = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
-    text = torch.tensor([*Path(argparse.__file__).read_bytes()]).unfold(0, CONTEXT + 1, CONTEXT)
-    held_out, train = text[::10], text[torch.arange(len(text)) % 10 > 0]
-
     torch.manual_seed(0)
     model = GPT()
     shape = dist.get_world_size() // inside, inside
@@ -72,18 +71,18 @@ def main(folder: Path, steps: int) -> nn.Module:
     offbeat.load(folder / "checkpoints", sync, scheduler=schedule)
     for step in range(schedule.last_epoch, steps):
         torch.manual_seed(step * dist.get_world_size() + rank)
-        batch = torch.randint(len(train), (8,))
-        loss_of(model, train[batch]).backward()
+        batch = torch.randint(len(TRAIN), (8,))
+        loss_of(model, TRAIN[batch]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         if step % 50 == 49:
             with sync.consensus():
-                report(step, model, held_out)
+                report(step, model)
             offbeat.save(folder / "checkpoints", sync, scheduler=schedule)
     sync.finish()
-    report(steps, model, held_out)
+    report(steps, model)
     dcp.save({"model": states.get_model_state_dict(model)}, checkpoint_id=folder / "model")
     return model
 
