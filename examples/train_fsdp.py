@@ -48,7 +48,7 @@ def loss_of(model: nn.Module, texts: Tensor) -> Tensor:
     return cross_entropy(model(texts[:, :-1]).transpose(1, 2), texts[:, 1:])
 
 
-def report(step: int, model: nn.Module) -> None:
+def evaluate(step: int, model: nn.Module) -> None:
     with torch.no_grad():
         loss = loss_of(model, HELD_OUT)
     print(f"rank {dist.get_rank()}, step {step}: held-out loss {loss:.4f}")
@@ -56,9 +56,10 @@ def report(step: int, model: nn.Module) -> None:
 
 def main(folder: Path, steps: int) -> nn.Module:
     dist.init_process_group("gloo")
-    rank, inside = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = GPT()
+    inside = int(os.environ["LOCAL_WORLD_SIZE"])  # processes of this machine
     shape = dist.get_world_size() // inside, inside
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     for layer in model.layers:
@@ -79,10 +80,10 @@ def main(folder: Path, steps: int) -> nn.Module:
         schedule.step()
         if step % 50 == 49:
             with sync.consensus():
-                report(step, model)
+                evaluate(step, model)
             offbeat.save(folder / "checkpoints", sync, scheduler=schedule)
     sync.finish()
-    report(steps, model)
+    evaluate(steps, model)
     dcp.save({"model": states.get_model_state_dict(model)}, checkpoint_id=folder / "model")
     return model
 

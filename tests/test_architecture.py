@@ -79,8 +79,8 @@ PRIVATE_ALLOWED = {
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2221, 1102),
     "src/offbeat/averaging": (3229, 1750),
-    "src/offbeat/checkpoint": (900, 477),
-    "src/offbeat/cli": (557, 311),
+    "src/offbeat/checkpoint": (996, 530),
+    "src/offbeat/cli": (587, 321),
     "src/offbeat/data": (803, 393),
     "src/offbeat/display": (88, 42),
     "src/offbeat/elastic": (1700, 908),
@@ -90,11 +90,11 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/quantization": (973, 526),
     "src/offbeat/simulate": (2263, 1207),
     "src/offbeat/strategies": (1334, 498),
-    "src/offbeat/training": (2514, 1419),
+    "src/offbeat/training": (2523, 1427),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
     "benchmarks": (6774, 4240),
-    "tests": (34261,),
+    "tests": (34587,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

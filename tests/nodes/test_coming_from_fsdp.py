@@ -53,7 +53,7 @@ def test_the_page_shows_the_change_of_the_example() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(500)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:FSDP2-wrapped")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from torch
 def test_the_example_ends_with_the_loss_of_hsdp(tmp_path: Path) -> None:
     script: dict[str, Any] = {"__name__": "script"}
     exec(compile(SCRIPT.read_text(encoding="utf-8"), SCRIPT, "exec"), script)

@@ -101,13 +101,13 @@ class WorkerState:
         return values
 
     def _layout(self, model: Values) -> Values:
-        """Return what ``to_dcp`` has to know of ``model``, the model's ``state_dict()``."""
+        """Return what ``to_dcp`` reads. ``model`` is the model's ``state_dict()``."""
         worker, node = self._worker, self._worker.team.node
         names = {id(p): name for name, p in self._model.named_parameters()}
         return {
-            # Of each optimizer, in its order. None: the script has added the parameter later.
+            # Names of each optimizer's parameters. Empty: the script has added the parameter later.
             "parameters": [
-                [names.get(id(p)) for group in each.optimizer.param_groups for p in group["params"]]
+                [names.get(id(p), "") for g in each.optimizer.param_groups for p in g["params"]]
                 for each in worker.optimizers
             ],
             "local": sorted(local_tensors(self._model)),

@@ -58,8 +58,10 @@ class DDPSuppressor:
         attach_group = group if isinstance(group, dist.ProcessGroup) else world
         # Check all wrappers first: an error must leave every wrapper active.
         for wrapper in self.wrappers:
-            node = () if node_group is None else node_ranks(group, node_group)
-            _require_suppressible(wrapper, dist.get_process_group_ranks(attach_group), node)
+            allowed = [dist.get_process_group_ranks(attach_group)]
+            if node_group is not None and isinstance(node := node_ranks(group, node_group), list):
+                allowed.append(node)  # text is an error, which open_nodes raises
+            _require_suppressible(wrapper, allowed)
         for wrapper in self.wrappers:
             self._suppress(wrapper)
 
@@ -92,19 +94,14 @@ def _switch_on(wrapper: DistributedDataParallel, args: object, result: object) -
     wrapper.require_backward_grad_sync = vars(wrapper).pop(_FLAG)
 
 
-def _require_suppressible(
-    wrapper: DistributedDataParallel, members: Sequence[int], node: Sequence[int] | str
-) -> None:
-    """Raise AttachError unless ``wrapper`` can be switched off, and has all ``members`` or a node.
-
-    ``node`` has the ranks of this worker's node, or a text if they are unknown.
-    """
+def _require_suppressible(wrapper: DistributedDataParallel, allowed: list[list[int]]) -> None:
+    """Raise AttachError unless ``wrapper`` has ``allowed`` ranks and can be switched off."""
     ranks = dist.get_process_group_ranks(wrapper.process_group)
-    if set(ranks) not in (set(members), set(node)):
+    if set(ranks) not in map(set, allowed):
         raise AttachError(
             f"the model is inside a DistributedDataParallel over ranks {_shown(ranks)}, and "
-            f"attach() trains it over ranks {_shown(members)}: give both the same group, and give "
-            "node_group to average the gradients of each node in every step"
+            f"attach() trains it over ranks {_shown(allowed[0])}: give both the same group, and "
+            "give node_group to average the gradients of each node in every step"
         )
     # With these options DDP communicates even if the flags in _switch_off are False. The
     # attribute of the last one is private, and DDP has no public one.
