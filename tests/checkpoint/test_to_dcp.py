@@ -157,7 +157,7 @@ def test_the_model_is_the_mean_and_files_that_do_not_fit_are_refused(
         return text
 
     assert "exists" in refusal(to=output)
-    assert "has no file step-4.rank0.pt" in refusal(4)
+    assert "has no step-4.rank0.pt" in refusal(4)
     (folder / "step-5.rank1.pt").unlink()
     assert "step-5.rank1.pt cannot be read" in refusal()
     shutil.copy(folder / "step-3.rank1.pt", folder / "step-5.rank1.pt")

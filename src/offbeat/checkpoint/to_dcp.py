@@ -30,7 +30,8 @@ def to_dcp(checkpoints: Path, output: Path, step: int | None = None) -> int:
     files = Files(checkpoints, 0)
     key = max((key for key in files.checkpoints() if step in (None, key[0])), default=None)
     if key is None:
-        raise CheckpointError(f"{checkpoints} has no file step-{step or '…'}.rank0.pt")
+        name = f"step-{'…' if step is None else step}.rank0.pt"
+        raise CheckpointError(f"{checkpoints} has no {name}: name the directory given to save()")
     if output.exists():
         raise CheckpointError(f"{output} exists: name a new directory")
     first = read(files.path(key), mmap=True)
