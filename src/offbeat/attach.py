@@ -231,7 +231,7 @@ def attach(
             )
             on_failure.pop_all()
         if gathering is not None:
-            reports.tell(f"trains as rank {team.identity}")
+            reports.tell(f"trains with identity {team.identity}")
         return Synchronizer(components)
 
     try:
