@@ -79,7 +79,7 @@ PRIVATE_ALLOWED = {
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2222, 1102),
     "src/offbeat/averaging": (3247, 1761),
-    "src/offbeat/checkpoint": (997, 531),
+    "src/offbeat/checkpoint": (1000, 531),
     "src/offbeat/cli": (587, 321),
     "src/offbeat/data": (803, 393),
     "src/offbeat/display": (88, 42),
@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
     "benchmarks": (6907, 4335),
-    "tests": (34665,),
+    "tests": (34668,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

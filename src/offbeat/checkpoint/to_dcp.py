@@ -22,7 +22,10 @@ def to_dcp(checkpoints: Path, output: Path, step: int | None = None) -> int:
     Args:
         checkpoints: Directory with the files that ``save`` has written on all workers.
         output: New directory. Its entries are "model" and "optimizer".
-        step: Step of the checkpoint. None: the newest. Returned.
+        step: Step of the checkpoint. None: the newest.
+
+    Returns:
+        The step.
 
     Raises:
         CheckpointError: a file is missing or damaged, or ``output`` exists.
