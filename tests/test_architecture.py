@@ -79,8 +79,8 @@ PRIVATE_ALLOWED = {
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2222, 1102),
     "src/offbeat/averaging": (3247, 1761),
-    "src/offbeat/checkpoint": (900, 477),
-    "src/offbeat/cli": (557, 311),
+    "src/offbeat/checkpoint": (1000, 531),
+    "src/offbeat/cli": (587, 321),
     "src/offbeat/data": (803, 393),
     "src/offbeat/display": (88, 42),
     "src/offbeat/elastic": (1709, 914),
@@ -90,11 +90,11 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/quantization": (973, 526),
     "src/offbeat/simulate": (2263, 1207),
     "src/offbeat/strategies": (1334, 498),
-    "src/offbeat/training": (2518, 1423),
+    "src/offbeat/training": (2527, 1431),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
     "benchmarks": (6930, 4351),
-    "tests": (34353,),
+    "tests": (34682,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
