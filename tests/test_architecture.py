@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
     "benchmarks": (6930, 4351),
-    "tests": (34682,),
+    "tests": (34688,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
