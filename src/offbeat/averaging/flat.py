@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -101,6 +101,7 @@ class Flat:
         numbers = [as_real(tensor.detach()) for tensor in self.tensors]
         self._views = [_by_memory(each) for each in numbers] if self._in_memory_order else numbers
         self._pieces: dict[tuple[int, int], tuple[list[Tensor], list[_Copy]]] = {}
+        self._tables: dict[tuple[int, int], Any] = {}
 
     def _slices(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (tensor, first, last) for each tensor with numbers from ``start`` to ``stop``."""
@@ -122,13 +123,26 @@ class Flat:
             found = numbers, copies = list[Tensor](), list[_Copy]()
             for index, first, last in self._slices(start, stop):
                 view = self._views[index]
-                whole = view.reshape(-1)
+                whole = view.reshape(-1).contiguous()
                 numbers.append(whole[first:last])
                 if whole.data_ptr() != view.data_ptr():
                     copies.append((view, whole))
             if not copies:
                 self._pieces[start, stop] = found
         return found
+
+    def table(self, start: int, stop: int, kernels: Any) -> tuple[Any, list[_Copy]]:
+        """Return the numbers as a table of ``kernels``, and the copied tensors, see ``_numbers``.
+
+        The caller of a kernel that changes them calls ``write_back``.
+        """
+        numbers, copies = self._numbers(start, stop)
+        table = self._tables.get((start, stop))
+        if table is None:
+            table = kernels.make_table(numbers)
+            if not copies:
+                self._tables[start, stop] = table
+        return table, copies
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Yield start and stop of consecutive ranges of at most ``BUCKET_BYTES`` each."""
@@ -174,8 +188,13 @@ class Flat:
                 target.add_(part.to(target.device))
             else:
                 target.copy_(part)
-        for view, whole in copies:
-            view.copy_(whole.view(view.shape))
+        write_back(copies)
+
+
+def write_back(copies: Iterable[_Copy]) -> None:
+    """Copy the copies of tensors to the tensors."""
+    for view, whole in copies:
+        view.copy_(whole.view(view.shape))
 
 
 def make_flats(
@@ -221,6 +240,10 @@ class Space:
         self.v = torch.zeros(x.elements, dtype=x.dtype, device=x.device) if velocity else None
         self.stream = Stream(x.elements, x.dtype, x.device)
 
+    def error_of(self, start: int, stop: int) -> Tensor | None:
+        """Return ``error`` from ``start`` to ``stop``."""
+        return None if self.error is None else self.error[start:stop]
+
     def make_error(self) -> None:
         """Allocate ``error`` if x is float16 or bfloat16."""
         if self.x.dtype != self.x.stored_dtype:
@@ -232,9 +255,14 @@ class Space:
         if self.error is not None:
             out.sub_(self.error[start : start + out.numel()])
 
-    def add(self, start: int, values: Tensor) -> None:
-        """Add ``values`` to x from ``start`` on."""
-        if self.error is None:
+    def add(self, start: int, values: Tensor, kernels: Any = None) -> None:
+        """Add ``values`` to x from ``start`` on, with Triton kernels if they are given."""
+        if kernels is not None:
+            stop = start + len(values)
+            table, copies = self.x.table(start, stop, kernels)
+            kernels.add(table, self.error_of(start, stop), values)
+            write_back(copies)
+        elif self.error is None:
             self.x.add(start, values)
         else:
             exact = torch.empty_like(values)

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.averaging.flat import Slice, joined
+from offbeat.averaging.flat import Slice, Space, joined
 from offbeat.averaging.model_mean import BufferMean
 from offbeat.averaging.votes import Vote
 from offbeat.quantization.kernels import kernels_for
-from offbeat.quantization.message import Message, Squares
+from offbeat.quantization.message import Message, QuantizedMessage, Squares
 from offbeat.transport.future import Future
 
 Place = tuple[int, int]  # index of a section in a message, and position of a piece in the section
@@ -133,6 +133,13 @@ class Flight:
             for piece in whole.pieces():
                 yield (index, piece.start - self.sections[index].start), piece, step
 
+    def _fused(self, space: Space) -> QuantizedMessage | None:
+        """Return the message if Triton kernels encode and land it, else None."""
+        message = self.message
+        if isinstance(message, QuantizedMessage) and message.kernels is not None:
+            return message if space.x.dtype == torch.float32 else None
+        return None
+
     # -- launch ----------------------------------------------------------------------------------
 
     def pack(self, *, check: bool, mark: bool) -> Iterator[None]:
@@ -151,11 +158,18 @@ class Flight:
                 part.synced_step = self.step
 
     def _pack(self, place: Place, piece: Slice, *, check: bool) -> None:
-        space = piece.space
+        space, (start, stop) = piece.space, (piece.start, piece.stop)
+        fused = self._fused(space)
+        if fused is not None and space.P is not None:
+            table, _ = space.x.table(start, stop, fused.kernels)
+            error, shared = space.error_of(start, stop), space.P[start:stop]
+            rows, _ = fused.encoded(*place, len(piece))
+            fused.kernels.encode(table, error, shared, rows, fused.flag, fused.codec.bits)
+            return
         values = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
-        space.read(piece.start, values)
+        space.read(start, values)
         if space.P is not None:
-            values.sub_(space.P[piece.start : piece.stop])
+            values.sub_(space.P[start:stop])
             if check:
                 self.finite &= math.isfinite(torch.dot(values, values).item())
         elif self.weight != 1:
@@ -166,8 +180,9 @@ class Flight:
 
     def move(self) -> None:
         """Move P and v, and keep Δ − u of each section in ``shifts``. For a background thread."""
+        allocate = torch.empty if self.total() else torch.zeros
         self.shifts = [
-            torch.zeros(len(each), dtype=each.space.x.dtype, device=each.space.x.device)
+            allocate(len(each), dtype=each.space.x.dtype, device=each.space.x.device)
             for each in self.sections
         ]
         if self.total():
@@ -183,7 +198,9 @@ class Flight:
         yield from _with_pauses(self._pieces(), self._add)
 
     def _add(self, place: Place, piece: Slice) -> None:
-        piece.space.add(piece.start, self._shift(place, piece))
+        fused = self._fused(piece.space)
+        kernels = None if fused is None else fused.kernels
+        piece.space.add(piece.start, self._shift(place, piece), kernels)
 
     def move_and_add(self, *, overwrite: bool) -> None:
         """Move P, v and the local model.
@@ -244,6 +261,16 @@ class Flight:
         assert space.P is not None
         shared = space.P[piece.start : piece.stop]
         velocity = shared[:0] if space.v is None else space.v[piece.start : piece.stop]
+        fused = self._fused(space)
+        if fused is not None:
+            update, summands = fused.encoded(*place, len(piece))
+            squares = fused.kernels.move(
+                summands, update, shift, total, shared, velocity, step, fused.codec.bits
+            )
+            if self.measures:  # added one after the other, as by the compiled loop
+                rows = np.vstack([self.squares, squares.cpu().numpy()])
+                self.squares = np.add.accumulate(rows)[-1]
+            return
         sent = torch.empty_like(shift)
         self.message.read(*place, shift, sent)
         # The compiled loop and ``_apply`` round ‖D‖² differently.

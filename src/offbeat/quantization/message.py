@@ -39,6 +39,8 @@ from typing_extensions import override
 
 from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS, pieces
+from offbeat.quantization.gpu import triton_kernels
+from offbeat.quantization.kernels import to_device
 from offbeat.quantization.wire import Wire
 from offbeat.transport.future import Future
 from offbeat.transport.team import Team
@@ -224,6 +226,11 @@ class QuantizedMessage(Message):
         sections: Sections to sum. Either all streams have ``errors``, or none, for a single stage.
         what: Name of the operation in errors.
         vote: Number of numbers in a vote.
+
+    Attributes:
+        codec: Codec of the precision.
+        kernels: The Triton kernels that encode and land the message; None: torch operations do.
+        flag: bool, one element. The kernels set it to False if the update is not finite.
     """
 
     quantized = True
@@ -232,19 +239,27 @@ class QuantizedMessage(Message):
         self, wire: Wire, sections: Sequence[Section], what: str, *, vote: int = 0
     ) -> None:
         super().__init__(sections, what)
-        self._wire, self._codec = wire, CODECS[wire.precision]()
+        self._wire, self.codec = wire, CODECS[wire.precision]()
         self._single = all(each.stream.errors is None for each in sections)
         owners = self._owners = 1 if self._single else wire.team.size
         self._firsts, blocks = [], 0  # index of the first block of each section
         for each in sections:
             self._firsts.append(blocks)
             blocks += owners * -(-each.elements // (BLOCK * owners))
-        size, self._vote_bytes = self._codec.block_bytes, 8 * vote
+        size, self._vote_bytes = self.codec.block_bytes, 8 * vote
         self._bytes = blocks // owners * size  # that a worker owns
         device = sections[0].stream.device if sections else wire.team.communicator.control_device
         self._sent = torch.zeros(blocks, size, dtype=torch.uint8, device=device)
+        self.kernels: Any = triton_kernels(device, wire.precision)
+        if self.kernels is not None:
+            self.flag = to_device(torch.ones((), dtype=torch.bool, device="cpu"), device)
         self._summands: list[Tensor] = []  # encoded: two updates, or one sum of two stages
         self._contributes = True
+
+    def encoded(self, index: int, start: int, count: int) -> tuple[Tensor, list[Tensor]]:
+        """Return rows of this worker's update, and those whose sum is the sum of the updates."""
+        rows = self._rows(index, start, count)
+        return self._sent[rows], [each[rows] for each in self._summands]
 
     def _rows(self, index: int, start: int, count: int) -> slice:
         """Return the blocks that contain ``count`` numbers of a section."""
@@ -265,7 +280,7 @@ class QuantizedMessage(Message):
             whole[:count] = values
             values = whole
         rows = self._sent[self._rows(index, start, count)]
-        self._codec.encode(values, rows, keep_error=stream.residual is not None)
+        self.codec.encode(values, rows, keep_error=stream.residual is not None)
 
     @override
     def finite(self) -> bool:
@@ -297,7 +312,7 @@ class QuantizedMessage(Message):
 
     def _blocks(self, rows: Tensor) -> Tensor:
         """Return the encoded blocks in rows of bytes: [rows, blocks, bytes of a block]."""
-        blocks: Tensor = rows[:, : self._bytes].unflatten(1, (-1, self._codec.block_bytes))
+        blocks: Tensor = rows[:, : self._bytes].unflatten(1, (-1, self.codec.block_bytes))
         return blocks
 
     def _store_updates(self, rows: list[Tensor]) -> None:
@@ -312,7 +327,7 @@ class QuantizedMessage(Message):
 
     def _start_second(self, received: Tensor) -> Future[list[Tensor]]:
         """Add up the blocks that this worker owns, and send the sums. For a background thread."""
-        codec, owners = self._codec, self._owners
+        codec, owners = self.codec, self._owners
         received = received.view(owners, -1)
         self._read_votes(received)
         updates = self._blocks(received)
@@ -325,6 +340,9 @@ class QuantizedMessage(Message):
             first, count = first // owners, -(-(stop - start) // (BLOCK * owners))
             errors = stream.errors[start // owners :]
             rows = out[first : first + count]
+            if self.kernels is not None:
+                self.kernels.add_up(updates[:, first : first + count], errors, rows, codec.bits)
+                continue
             for some, numbers in pieces(rows):
                 part = errors[numbers]
                 for update in updates:
@@ -334,15 +352,15 @@ class QuantizedMessage(Message):
         return self._wire.duplicate.gather(out.view(-1), what=self.what)
 
     def _store_sums(self, rows: list[Tensor]) -> None:
-        owned = [row.view(-1, self._codec.block_bytes) for row in rows]
+        owned = [row.view(-1, self.codec.block_bytes) for row in rows]
         self._summands = [torch.stack(owned, 1).flatten(0, 1)]
 
     @override
     def read(self, index: int, start: int, total: Tensor, sent: Tensor | None = None) -> None:
-        rows = self._rows(index, start, total.numel())
+        update, summands = self.encoded(index, start, total.numel())
         if sent is not None:
-            self._decode([self._sent[rows]], sent)
-        self._decode([each[rows] for each in self._summands], total)
+            self._decode([update], sent)
+        self._decode(summands, total)
 
     def _decode(self, summands: Sequence[Tensor], out: Tensor) -> None:
         """out ← the sum of encoded blocks, added in their order."""
@@ -350,7 +368,7 @@ class QuantizedMessage(Message):
         if out.dtype != torch.float32 or out.device != self._sent.device:
             total = torch.empty(len(out), dtype=torch.float32, device=self._sent.device)
         for index, rows in enumerate(summands):
-            self._codec.decode(rows, total, add=index > 0)
+            self.codec.decode(rows, total, add=index > 0)
         if total is not out:
             out.copy_(total)
 
