@@ -5,7 +5,6 @@ cache of a processor. So a worker can do a bounded part of the work at the end o
 methods of ``Flight`` that return an iterator pause between two pieces.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.averaging.flat import Slice, Space, joined
+from offbeat.averaging.flat import Slice, joined
 from offbeat.averaging.model_mean import BufferMean
 from offbeat.averaging.votes import Vote
 from offbeat.quantization.kernels import kernels_for
@@ -77,7 +76,8 @@ class Flight:
         arrived_seconds: Time at which this worker found that it had arrived.
         buffers: The buffers that are averaged with the parts, if there are any.
         shifts: Δ − u of each section, if a background thread has moved P.
-        finite: False if the update of this worker contains NaN or infinity.
+        finite: False if the update of this worker contains NaN or infinity. A tensor has one
+            element, on the device of the update.
         squares: ‖D‖² and ‖u‖².
         vote: Vote of this worker, if it travels in the message.
         votes: Votes of all workers, by rank, once the message has arrived.
@@ -103,7 +103,7 @@ class Flight:
     arrived_seconds: float | None = None
     buffers: BufferMean | None = None
     shifts: list[Tensor] = field(default_factory=list)
-    finite: bool = True
+    finite: Tensor | bool = True
     squares: Squares = field(default_factory=lambda: np.zeros(2))
     vote: Vote = field(default_factory=Vote)
     votes: list[Vote] = field(default_factory=list)
@@ -133,11 +133,11 @@ class Flight:
             for piece in whole.pieces():
                 yield (index, piece.start - self.sections[index].start), piece, step
 
-    def _fused(self, space: Space) -> QuantizedMessage | None:
+    def _fused(self) -> QuantizedMessage | None:
         """Return the message if Triton kernels encode and land it, else None."""
         message = self.message
         if isinstance(message, QuantizedMessage) and message.kernels is not None:
-            return message if space.x.dtype == torch.float32 else None
+            return message
         return None
 
     # -- launch ----------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Flight:
 
     def _pack(self, place: Place, piece: Slice, *, check: bool) -> None:
         space, (start, stop) = piece.space, (piece.start, piece.stop)
-        fused = self._fused(space)
+        fused = self._fused()
         if fused is not None and space.P is not None:
             table, _ = space.x.table(start, stop, fused.kernels)
             error, shared = space.error_of(start, stop), space.P[start:stop]
@@ -171,7 +171,7 @@ class Flight:
         if space.P is not None:
             values.sub_(space.P[start:stop])
             if check:
-                self.finite &= math.isfinite(torch.dot(values, values).item())
+                self.finite = self.finite & torch.dot(values, values).isfinite()
         elif self.weight != 1:
             values.mul_(self.weight)
         self.message.write(*place, values)
@@ -198,7 +198,7 @@ class Flight:
         yield from _with_pauses(self._pieces(), self._add)
 
     def _add(self, place: Place, piece: Slice) -> None:
-        fused = self._fused(piece.space)
+        fused = self._fused()
         kernels = None if fused is None else fused.kernels
         piece.space.add(piece.start, self._shift(place, piece), kernels)
 
@@ -261,7 +261,7 @@ class Flight:
         assert space.P is not None
         shared = space.P[piece.start : piece.stop]
         velocity = shared[:0] if space.v is None else space.v[piece.start : piece.stop]
-        fused = self._fused(space)
+        fused = self._fused()
         if fused is not None:
             update, summands = fused.encoded(*place, len(piece))
             squares = fused.kernels.move(
