@@ -6,7 +6,7 @@ DEMO := runs/demo
 SEED ?= 0
 MINUTES ?= 20
 
-.PHONY: help demo test install pytest coverage nightly soak frameworks launchers lowest lint bench headline \
+.PHONY: help demo test install pytest coverage nightly soak frameworks launchers triton lowest lint bench headline \
   docs api dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,15 @@ launchers:  ## try torchrun on two machines, Slurm, Ray, Kubernetes' manifests
 	.venv-launchers/bin/python $(LAUNCHERS)/torchrun/two_machines.py
 	PATH="$$PWD/.venv-launchers/bin:$$PATH" $(LAUNCHERS)/slurm/try
 
+# An environment of its own. Triton's interpreter and its compiler need no GPU.
+triton:  ## the Triton kernels in Triton's interpreter, and a look at what the compiler makes of them
+	test -x .venv-triton/bin/python || $(PYTHON) -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  -c constraints.txt -e '.[fast]' pytest pytest-timeout pytest-xdist hypothesis
+	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.7.1
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/quantization/test_triton.py
+	.venv-triton/bin/python -m pytest tests/quantization/test_triton_compiled.py
+
 # The torch of that version on PyPI is the one with CUDA, for Linux: some gigabytes.
 # click and pyparsing are those of the time: newer ones warn of the calls of these.
 LOWEST := torch==2.9.0 numpy==1.26.0 typing-extensions==4.10.0 typer==0.19.2 rich==13.0.0 \
@@ -128,4 +137,4 @@ dist: $(VENV)/.dev  ## build wheel and sdist into dist/, check both, and train w
 	.ci/try-wheel $(BIN)/python dist/*.whl
 
 clean:  ## remove what the other targets made, results of runs excepted
-	rm -rf $(VENV) .venv-frameworks .venv-launchers .venv-lowest site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-frameworks .venv-launchers .venv-triton .venv-lowest site .pytest_cache .mypy_cache .ruff_cache .hypothesis

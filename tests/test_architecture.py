@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
     "benchmarks": (6440, 4024),
-    "tests": (34709,),
+    "tests": (34776,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
