@@ -140,6 +140,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     global gpu
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(message, "triton_kernels", lambda device, precision: None)
     for name in ("empty", "zeros", "ones", "full", "tensor", "as_tensor"):
         monkeypatch.setattr(torch, name, _factory(getattr(torch, name)))
     monkeypatch.setattr(Tensor, "pin_memory", _pinned)

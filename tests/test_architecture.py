@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2221, 1102),
-    "src/offbeat/averaging": (3321, 1812),
+    "src/offbeat/averaging": (3319, 1812),
     "src/offbeat/checkpoint": (900, 477),
     "src/offbeat/cli": (557, 311),
     "src/offbeat/data": (803, 393),
@@ -87,14 +87,14 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/integrations": (303, 178),
     "src/offbeat/launcher": (722, 393),
     "src/offbeat/nodes": (505, 285),
-    "src/offbeat/quantization": (1438, 828),
+    "src/offbeat/quantization": (1433, 827),
     "src/offbeat/simulate": (2263, 1207),
     "src/offbeat/strategies": (1334, 498),
     "src/offbeat/training": (2514, 1419),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
     "benchmarks": (6440, 4024),
-    "tests": (34776,),
+    "tests": (34821,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from loops import attach
 from offbeat.averaging.flat import Flat, Space
+from offbeat.averaging.flight import Flight, OuterStep
 from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS, Codec
-from offbeat.quantization.kernels import land
 from problems import flat, make_batch, make_wide, train_step
 from worlds import simulated
 
@@ -28,6 +28,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before torch is imported", allow_module_level=True)
 
 from offbeat.quantization import gpu, message
+from offbeat.quantization import kernels as compiled
 from offbeat.quantization import triton_kernels as kernels
 
 SIZES = (3, 700, 1, 1, 512, 300, 9)
@@ -89,8 +90,14 @@ def test_add_changes_many_tensors_and_their_rounding_error(dtype: torch.dtype, o
 
 @CODEC
 @pytest.mark.parametrize("workers", range(1, 10))
-def test_a_part_moves_as_with_the_compiled_loops(codec: Codec, workers: int) -> None:
+@pytest.mark.parametrize("reference", ["numba", "torch"])
+def test_a_part_moves_as_with_the_reference(
+    codec: Codec, workers: int, reference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sum, second stage and landing of a part: three launches, whatever the number of workers."""
+    loops = None if reference == "torch" else compiled.kernels()
+    assert (loops is None) == (reference == "torch")
+    monkeypatch.setattr(compiled, "kernels", lambda: loops)
     size = 3 * BLOCK - 100
     updates = torch.stack([encoded(codec, normal(size, seed=k)) for k in range(workers)])
     errors = 0.1 * normal(3 * BLOCK, seed=99)
@@ -110,14 +117,20 @@ def test_a_part_moves_as_with_the_compiled_loops(codec: Codec, workers: int) -> 
     codec.decode(rows, right[2])
     codec.decode(updates[0], right[3])
     sums, factors = np.zeros(2), (0.9, 0.3, 1.1)
-    by_loop = [tensor.numpy() for tensor in (right[2], right[3])]
-    land(*by_loop, float(workers), right[0].numpy(), right[1].numpy(), *factors, sums)
+    change, own, new, moving = right[2], right[3], *right[:2]
+    if loops is None:
+        step = OuterStep(*factors)
+        Flight._apply(SimpleNamespace(measures=False), change, own, new, moving, step, workers)
+    else:
+        vectors = new.numpy(), moving.numpy()
+        loops.land(change.numpy(), own.numpy(), float(workers), *vectors, *factors, sums)
     squares = kernels.move(
         [rows], updates[0], shift, float(workers), shared, velocity, factors, codec.bits
     )
     for found, expected in zip((shared, velocity, shift), right[:3], strict=True):
         assert torch.equal(found, expected)
-    assert np.array_equal(np.add.accumulate(squares.double().numpy())[-1], sums)
+    if loops is not None:  # torch operations round the squares differently
+        assert np.array_equal(np.add.accumulate(squares.double().numpy())[-1], sums)
 
 
 def train(rank: int, size: int, wire: str, dtype: torch.dtype) -> Tensor:

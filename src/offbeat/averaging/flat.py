@@ -132,10 +132,7 @@ class Flat:
         return found
 
     def table(self, start: int, stop: int, kernels: Any) -> tuple[Any, list[_Copy]]:
-        """Return the numbers as a table of ``kernels``, and the copied tensors, see ``_numbers``.
-
-        The caller of a kernel that changes them calls ``write_back``.
-        """
+        """Return the numbers as a table of ``kernels``, and what to ``write_back`` if changed."""
         numbers, copies = self._numbers(start, stop)
         table = self._tables.get((start, stop))
         if table is None:
@@ -240,14 +237,15 @@ class Space:
         self.v = torch.zeros(x.elements, dtype=x.dtype, device=x.device) if velocity else None
         self.stream = Stream(x.elements, x.dtype, x.device)
 
-    def error_of(self, start: int, stop: int) -> Tensor | None:
-        """Return ``error`` from ``start`` to ``stop``."""
-        return None if self.error is None else self.error[start:stop]
-
     def make_error(self) -> None:
         """Allocate ``error`` if x is float16 or bfloat16."""
         if self.x.dtype != self.x.stored_dtype:
             self.error = torch.zeros(self.x.elements, dtype=torch.bfloat16, device=self.x.device)
+
+    def table(self, start: int, stop: int, kernels: Any) -> tuple[Any, Tensor | None, list[_Copy]]:
+        """Return ``Flat.table`` from ``start`` to ``stop``, and the rounding error there."""
+        table, copies = self.x.table(start, stop, kernels)
+        return table, None if self.error is None else self.error[start:stop], copies
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill ``out`` with x from ``start`` on, without its rounding error."""
@@ -258,9 +256,8 @@ class Space:
     def add(self, start: int, values: Tensor, kernels: Any = None) -> None:
         """Add ``values`` to x from ``start`` on, with Triton kernels if they are given."""
         if kernels is not None:
-            stop = start + len(values)
-            table, copies = self.x.table(start, stop, kernels)
-            kernels.add(table, self.error_of(start, stop), values)
+            table, error, copies = self.table(start, start + len(values), kernels)
+            kernels.add(table, error, values)
             write_back(copies)
         elif self.error is None:
             self.x.add(start, values)

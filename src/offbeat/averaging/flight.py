@@ -161,10 +161,9 @@ class Flight:
         space, (start, stop) = piece.space, (piece.start, piece.stop)
         fused = self._fused()
         if fused is not None and space.P is not None:
-            table, _ = space.x.table(start, stop, fused.kernels)
-            error, shared = space.error_of(start, stop), space.P[start:stop]
-            rows, _ = fused.encoded(*place, len(piece))
-            fused.kernels.encode(table, error, shared, rows, fused.flag, fused.codec.bits)
+            table, error, _ = space.table(start, stop, fused.kernels)
+            (rows, _), bits = fused.encoded(*place, len(piece)), fused.codec.bits
+            fused.kernels.encode(table, error, space.P[start:stop], rows, fused.flag, bits)
             return
         values = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
         space.read(start, values)
@@ -198,9 +197,11 @@ class Flight:
         yield from _with_pauses(self._pieces(), self._add)
 
     def _add(self, place: Place, piece: Slice) -> None:
+        self._add_values(piece, self._shift(place, piece))
+
+    def _add_values(self, piece: Slice, values: Tensor) -> None:
         fused = self._fused()
-        kernels = None if fused is None else fused.kernels
-        piece.space.add(piece.start, self._shift(place, piece), kernels)
+        piece.space.add(piece.start, values, None if fused is None else fused.kernels)
 
     def move_and_add(self, *, overwrite: bool) -> None:
         """Move P, v and the local model.
@@ -228,7 +229,7 @@ class Flight:
         if overwrite:
             space.write(piece.start, shared)
         else:
-            space.add(piece.start, shift)
+            self._add_values(piece, shift)
 
     def preview(self) -> None:
         """Change x as the landing will, but nothing else. The caller restores x."""

@@ -85,20 +85,16 @@ def encode(
         finite: bool, one element. Becomes False if a number is NaN or infinite.
         bits: Bits of an integer: 8, 4 or 2.
     """
-    places = table.entries, table.ranges, *_optional(error, shared)
-    sizes = len(shared), rows.stride(0)
-    dtype = _DTYPES[table.tensors[0].dtype]
-    _launch(_encode, rows, *places, shared, rows, finite, *sizes, error is not None, dtype, bits)
+    tensors = *_places(table, error, shared), shared, rows, finite
+    options = error is not None, _DTYPES[table.tensors[0].dtype], bits
+    _launch(_encode, rows, *tensors, len(shared), rows.stride(0), *options)
 
 
 def add_up(updates: Tensor, errors: Tensor, rows: Tensor, bits: int) -> None:
     """rows ← Q(errors + the sum of the updates);  errors ← the quantization errors.
 
-    Args:
-        updates: Encoded updates: uint8, [workers, blocks, bytes]. They are added in this order.
-        errors: float32, 1-D, whole blocks.
-        rows: Output: uint8, [blocks, bytes].
-        bits: Bits of an integer: 8, 4 or 2.
+    ``updates`` are encoded: uint8, [workers, blocks, bytes], and are added in this order.
+    ``errors`` is float32, 1-D, with at least as many blocks as ``rows``.
     """
     workers, stride = len(updates), updates.stride(0)
     _launch(_add_up, rows, updates, stride, errors, rows, workers, rows.stride(0), bits)
@@ -120,15 +116,15 @@ def move(
         summands: One or two encoded vectors, whose sum is that of the updates: uint8, each
             [blocks, bytes]. The rows of a vector follow each other in memory.
         sent: u, encoded in the same way.
-        shift: Output: float32, 1-D. May end inside a block.
-        weight: Sum of the weights of all workers.
-        shared: P. Updated in place.
-        velocity: v, updated in place. If it is empty, Δ = direct·D.
+        shift: Output, float32, 1-D.
+        weight: As in ``kernels.land``, like ``shared`` and ``velocity``.
+        shared: P.
+        velocity: v.
         factors: ``momentum``, ``direct`` and ``lookahead`` of ``kernels.land``.
         bits: Bits of an integer: 8, 4 or 2.
 
     Returns:
-        ‖D‖² and ‖u‖² of each block: float32, [blocks, 2], on the GPU.
+        ‖D‖² and ‖u‖² of each block: float32, [blocks, 2].
     """
     squares = torch.empty(len(sent), 2, dtype=torch.float32, device=shift.device)
     vectors = summands[0], summands[-1], sent, shift, shared, velocity, squares
@@ -143,14 +139,12 @@ def add(table: Table, error: Tensor | None, values: Tensor) -> None:
 
     ``error`` is the rounding error of x, as in ``encode``. It is subtracted from x, and replaced.
     """
-    places = table.entries, table.ranges, *_optional(error, values)
-    dtype = _DTYPES[table.tensors[0].dtype]
-    _launch(_add, table.ranges, *places, values, len(values), error is not None, dtype)
+    options = error is not None, _DTYPES[table.tensors[0].dtype]
+    _launch(_add, table.ranges, *_places(table, error, values), values, len(values), *options)
 
 
-def _optional(tensor: Tensor | None, other: Tensor) -> tuple[Tensor]:
-    """Return ``tensor``, or an argument of which the kernel makes no use."""
-    return (other if tensor is None else tensor,)
+def _places(table: Table, error: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return table.entries, table.ranges, unused if error is None else error
 
 
 def _launch(kernel: Any, blocks: Tensor, *arguments: Any) -> None:
