@@ -7,6 +7,7 @@ SEED ?= 0
 MINUTES ?= 20
 
 .PHONY: help demo test install pytest coverage nightly soak frameworks launchers triton lowest lint bench headline \
+  gpu wheels \
   docs api dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +97,20 @@ triton:  ## the Triton kernels in Triton's interpreter, and a look at what the c
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/quantization/test_triton.py
 	.venv-triton/bin/python -m pytest tests/quantization/test_triton_compiled.py
 
+# An environment of its own, with the torch of the machine. Without a network there, run `make wheels`
+# first on a machine that has one, and copy the folder.
+GPU_PACKAGES := pytest pytest-timeout hypothesis sortedcontainers iniconfig pluggy packaging pygments
+wheels:  ## fetch the packages of `make gpu` for Python 3.12 into wheels/
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 -d wheels $(GPU_PACKAGES)
+
+gpu:  ## on a machine with a GPU: tests of values and costs of a step, at most nine minutes
+	test -x .venv-gpu/bin/python || $(PYTHON) -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  $(if $(wildcard wheels),--no-index --no-deps --find-links wheels) $(GPU_PACKAGES)
+	.venv-gpu/bin/python -c "import torch; exit(0 if torch.cuda.is_available() else 'make gpu: torch sees no GPU')"
+	PYTHONPATH=src timeout 240 .venv-gpu/bin/python -m pytest -q -m cuda tests/device
+	PYTHONPATH=src timeout 280 .venv-gpu/bin/python -m benchmarks gpu
+
 # The torch of that version on PyPI is the one with CUDA, for Linux: some gigabytes.
 # click and pyparsing are those of the time: newer ones warn of the calls of these.
 LOWEST := torch==2.9.0 numpy==1.26.0 typing-extensions==4.10.0 typer==0.19.2 rich==13.0.0 \
@@ -137,4 +152,4 @@ dist: $(VENV)/.dev  ## build wheel and sdist into dist/, check both, and train w
 	.ci/try-wheel $(BIN)/python dist/*.whl
 
 clean:  ## remove what the other targets made, results of runs excepted
-	rm -rf $(VENV) .venv-frameworks .venv-launchers .venv-triton .venv-lowest site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-frameworks .venv-launchers .venv-triton .venv-lowest .venv-gpu wheels site .pytest_cache .mypy_cache .ruff_cache .hypothesis

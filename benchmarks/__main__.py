@@ -17,6 +17,7 @@ NAMES = {
     "step": "costs.step",
     "memory": "costs.memory",
     "large": "costs.large",
+    "gpu": "costs.gpu",
     "validation": "costs.validation",
     "availability": "launched.availability",
     "start": "launched.start",
@@ -30,7 +31,8 @@ def main(argv: list[str]) -> None:
         importlib.import_module("benchmarks.race.evidence").main()
         return
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", default=NAMES, help=f"of {', '.join(NAMES)}")
+    default = [name for name in NAMES if name != "gpu"]
+    parser.add_argument("names", nargs="*", default=default, help=f"of {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, nothing saved")
     options = parser.parse_args(argv)
     unknown = set(options.names) - set(NAMES)

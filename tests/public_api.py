@@ -1,7 +1,7 @@
 """Public names and signatures of Offbeat, read from the source without importing it.
 
-The public names are those that the pages ``PAGES`` show: ``::: PATH`` with its options. The text
-does not depend on the version of Python or torch. ``make api`` writes it to tests/public_api.txt.
+The public names are those that ``PAGE`` shows: ``::: PATH`` with its options. The text does not
+depend on the version of Python or torch. ``make api`` writes it to tests/public_api.txt.
 """
 
 import re
@@ -15,24 +15,19 @@ from griffe import ParameterKind as Kind
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = ("api", "api-extend", "api-lab")
+PAGE = DOCS / "api.md"
 SNAPSHOT = ROOT / "tests" / "public_api.txt"
 _COLUMNS = 100
 _SHOWN = re.compile(r"^::: (?P<path>[\w.]+)\n(?P<options>(?:    .*\n)*)", re.MULTILINE)
 
 
-def text_of_pages() -> str:
-    """Return the pages of the API, one after the other."""
-    return "\n".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
-
-
 def public_api() -> str:
-    """Return all public names with their signatures, in the order of the pages."""
+    """Return all public names with their signatures, in the order of the page."""
     packages = griffe.GriffeLoader(search_paths=[ROOT / "src"])
     for package in ("offbeat", "offbeat_lab"):
         packages.load(package)
     lines: list[str] = []
-    for shown in _SHOWN.finditer(text_of_pages()):
+    for shown in _SHOWN.finditer(PAGE.read_text(encoding="utf-8")):
         options = (yaml.safe_load(shown["options"]) or {}).get("options", {})
         path = shown["path"]
         lines += _lines(path, packages.modules_collection[path], options)

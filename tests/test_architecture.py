@@ -77,24 +77,24 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2221, 1102),
-    "src/offbeat/averaging": (3319, 1812),
-    "src/offbeat/checkpoint": (900, 477),
-    "src/offbeat/cli": (557, 311),
+    "src/offbeat": (2222, 1102),
+    "src/offbeat/averaging": (3337, 1823),
+    "src/offbeat/checkpoint": (1000, 531),
+    "src/offbeat/cli": (587, 321),
     "src/offbeat/data": (803, 393),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1700, 908),
+    "src/offbeat/elastic": (1709, 914),
     "src/offbeat/integrations": (303, 178),
     "src/offbeat/launcher": (722, 393),
     "src/offbeat/nodes": (505, 285),
     "src/offbeat/quantization": (1433, 827),
     "src/offbeat/simulate": (2263, 1207),
     "src/offbeat/strategies": (1334, 498),
-    "src/offbeat/training": (2514, 1419),
+    "src/offbeat/training": (2527, 1431),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
-    "benchmarks": (6440, 4024),
-    "tests": (34821,),
+    "benchmarks": (6596, 4135),
+    "tests": (35250,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -1,7 +1,8 @@
 """The page that quotes the comparisons: ``python -m benchmarks evidence`` makes its tables.
 
-It rewrites the first table of some sections of ``docs/evidence.md`` from the results, and draws the
-figures into ``docs/images/``. A test compares the tables with the results.
+It rewrites the first table of some sections of ``docs/evidence.md`` and ``results/headline.md``
+from the results, and draws the figures into ``docs/images/``. A test compares the tables with the
+results.
 """
 
 import re
@@ -12,6 +13,7 @@ from benchmarks.harness import IMAGES, RESULTS, ROOT
 from benchmarks.race import figures, tables
 
 PAGE = ROOT / "docs" / "evidence.md"
+HEADLINE = RESULTS / "headline.md"
 WORKLOADS = {"cnn": "CNN with SGD", "transformer": "Transformer with AdamW"}
 """Workload → the name of its sections."""
 
@@ -36,7 +38,7 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
     """Return the table of each section of the page that has results."""
     found = {"What to expect": tables.expectations(folder)}
     for workload, name in WORKLOADS.items():
-        found[name] = tables.tuned(workload, folder)
+        found[name] = tables.links(workload, folder)
         found[f"{name}, real processes"] = tables.real(workload, folder)
         found[f"{name}, other learning rates"] = tables.rates(workload, folder)
     found |= {
@@ -49,6 +51,12 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         "Uneven machines": tables.uneven(folder),
         "A worker dies, another one joins": tables.elastic(folder),
     }
+    return {section: table for section, table in found.items() if table.count("\n") > 1}
+
+
+def headline(folder: Path = RESULTS) -> dict[str, str]:
+    """Return the tables of ``results/headline.md``, which have the settings of all methods."""
+    found = {name: tables.tuned(workload, folder) for workload, name in WORKLOADS.items()}
     return {section: table for section, table in found.items() if table.count("\n") > 1}
 
 
@@ -74,5 +82,6 @@ def main() -> None:
     """Draw all figures, and write the page."""
     for path in draw_all():
         print(path)
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), sections()), encoding="utf-8")
-    print(PAGE)
+    for path, found in ((PAGE, sections()), (HEADLINE, headline())):
+        path.write_text(page(path.read_text(encoding="utf-8"), found), encoding="utf-8")
+        print(path)

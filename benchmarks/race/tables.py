@@ -201,6 +201,20 @@ def _time_and_end(runs: Runs, ideal: Runs) -> list[str]:
     return [summary(slowdowns(runs, ideal, SHARE)), difference_at_end(runs, ideal)]
 
 
+def links(workload: str, folder: Path = RESULTS) -> str:
+    """Return the time to 90 % and the difference at the end: methods of ``headline`` × links."""
+    cells = {cell.link: runs_of(cell, folder) for cell in cells_of("headline", workload, folder)}
+    lines = _heading("method", *cells)
+    for method in next(iter(cells.values()), {}):
+        shown = [NAMES[method]]
+        for found in cells.values():
+            runs, ideal = found[method], found["ideal"]
+            texts = [end(runs)] if runs is ideal else _time_and_end(runs, ideal)
+            shown.append("; ".join(texts))
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 def tuned(workload: str, folder: Path = RESULTS) -> str:
     """Return the table of all methods of ``headline``, with tuned settings."""
     lines = _heading("link", "method", "settings", "half-way", "90 %", "98 %", "end", "end − ideal")

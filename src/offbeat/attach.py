@@ -195,7 +195,7 @@ def attach(
     if wire != "float32":
         kernels()  # compile before the first collective, not between two of them
     # -- from here on every worker must take part --
-    ddp = DDPSuppressor(given, group)
+    ddp = DDPSuppressor(given, group, node_group)
 
     def begin() -> Synchronizer:
         with ExitStack() as on_failure:
@@ -231,7 +231,7 @@ def attach(
             )
             on_failure.pop_all()
         if gathering is not None:
-            reports.tell(f"trains as rank {team.identity}")
+            reports.tell(f"trains with identity {team.identity}")
         return Synchronizer(components)
 
     try:

@@ -176,7 +176,8 @@ class Synchronizer:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
                 parameter of the model was replaced by another one. Or ``also`` was given and
                 ``fully_shard`` has divided the model, or a module shares tensors with the model.
-            MismatchError: another worker has given other modules as ``also``.
+            MismatchError: another worker has given other modules as ``also``. Or it is in
+                ``finish`` with more steps than this one, and has never called ``consensus``.
             TypeError: ``also`` is not a list of modules.
         """
         self._require_active("consensus()")

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable
 
 import pytest
+import torch
 from benchmarks.__main__ import NAMES, main
 from benchmarks.harness import ROOT
 from benchmarks.papers.__main__ import main as papers
@@ -26,3 +27,18 @@ def test_an_unknown_name_is_refused(
     with pytest.raises(SystemExit):
         command([known, "nonsense"])
     assert f"unknown: nonsense; there are {known}, " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_costs_on_a_gpu_need_one() -> None:
+    with pytest.raises(SystemExit, match="there is no GPU"):
+        main(["gpu"])
+
+
+@pytest.mark.nightly
+def test_costs_on_a_gpu_are_tried_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """A small model: each method trains, and streaming averages the model."""
+    main(["gpu", "--quick"])
+    out = capsys.readouterr().out
+    assert "streaming, 2 workers: steps until the whole model is averaged" in out
+    assert "ddp, 2 workers: longest step / median alone" in out

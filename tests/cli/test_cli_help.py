@@ -21,7 +21,7 @@ def shown(*argv):
     return out.getvalue()
 
 pages = [shown("--help"), shown("--version")]
-pages += [shown(one.__name__, "--help") for one in cli.commands]
+pages += [shown(one.__name__.replace("_", "-"), "--help") for one in cli.commands]
 print(json.dumps([[len(page) for page in pages], sorted({"torch", "numpy"} & {*sys.modules})]))
 """
 

@@ -20,7 +20,7 @@ from offbeat_lab.recipes import RECIPES
 
 COMMANDS = (
     *("compare", "report", "recipes"),
-    *("run", "store", "plan", "strategies"),
+    *("run", "store", "plan", "strategies", "to-dcp"),
 )
 APP: Any = typer.main.get_command(cli.app)
 

@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser
 
 from cli.commands import Call, ended
 from offbeat import cli
-from offbeat.cli import elastic
+from offbeat.cli import checkpoints, elastic
 from offbeat_lab.cli import runs, workers
 from offbeat_lab.launch import runners
 from offbeat_lab.launch.cluster import Cluster
@@ -106,6 +106,7 @@ def begin(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], 
     monkeypatch.setattr(runs, "measure_recipe", reached)
     monkeypatch.setattr(runners.dist, "init_process_group", reached)
     monkeypatch.setattr(elastic, "launch", reached)
+    monkeypatch.setattr(checkpoints.conversion, "to_dcp", reached)
     monkeypatch.setattr(elastic, "listen", reached)
     return main
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 import offbeat
 from cells import some
@@ -25,7 +26,7 @@ from loops import close, error_of, sgd
 from offbeat.elastic import gathering, membership, silence
 from offbeat.elastic.address import WorkerCount
 from offbeat.elastic.agreement import Agreement, Decision
-from offbeat.elastic.gathering import LATEST_TRAINING, Gathering
+from offbeat.elastic.gathering import LATEST_TRAINING, Gathering, gathering_from_environment
 from offbeat.elastic.heartbeats import HeartbeatConnections
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
@@ -211,6 +212,19 @@ def test_a_default_group_of_several_causes_a_warning() -> None:
     for _, (message,) in results:
         assert message.startswith("OFFBEAT_STORE is set, so attach() trains with the workers that")
         assert "not with the 2 workers of the default process group" in message
+
+
+@pytest.mark.parametrize(("workers", "warnings"), [(1, 1), (2, 0)])
+def test_a_sampler_that_does_not_divide_the_data_causes_a_warning(
+    workers: int, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As scripts for torchrun create it from the default group, which has one member here."""
+    sampler = DistributedSampler(range(8), num_replicas=workers, rank=0)
+    monkeypatch.setenv("OFFBEAT_STORE", "127.0.0.1:1")
+    monkeypatch.setenv("OFFBEAT_WORKERS", "2")
+    gathering_from_environment()
+    texts = [r.getMessage() for r in caplog.records if "LeasedSampler" in r.getMessage()]
+    assert len(texts) == warnings, sampler
 
 
 # -- first start and late start -------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_a_lost_worker_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
     assert "offbeat: worker 1 was ended by SIGKILL; again in 0.1 s (1 of 3)\n" in err
-    assert "offbeat: worker 1 trains as rank 2\n" in err
+    assert "offbeat: worker 1 trains with identity 2\n" in err
     assert "offbeat: worker 1 finished the training\n" in err
     assert "offbeat: worker 1 ended\n" in err
     ends = [json.loads(Path(f"{name}.ended").read_text()) for name in ("0-0", "1-1")]

@@ -27,7 +27,7 @@ from offbeat import errors
 from offbeat.elastic import reports
 rank, again = os.environ['LOCAL_RANK'], os.environ['OFFBEAT_RESTARTS'] != '0'
 """
-TRAIN = "reports.tell('trains as rank 7')\n"
+TRAIN = "reports.tell('trains with identity 7')\n"
 FINISH = "reports.tell(reports.FINISHED)\n"
 
 
@@ -99,8 +99,8 @@ def test_a_worker_that_always_fails_is_given_up(launcher: Launcher) -> None:
     script = f"{TRAIN}if rank == '1': sys.exit(3)\ntime.sleep(1)"
     assert launcher.run(script, 2, max_restarts=1) == 3
     assert launcher.of(1) == [
-        *("started", "trains as rank 7", "ended with exit code 3; again in 0.1 s (1 of 1)"),
-        *("started again", "trains as rank 7"),
+        *("started", "trains with identity 7", "ended with exit code 3; again in 0.1 s (1 of 1)"),
+        *("started again", "trains with identity 7"),
         "ended with exit code 3; not again: --max-restarts 1",
     ]
     assert launcher.of(0)[-1] == "ended"
@@ -214,7 +214,7 @@ def test_a_failure_after_the_training_is_the_result(
     script = f"{TRAIN}{FINISH}if rank == '1':\n    time.sleep(0.5)\n    {ending}"
     assert launcher.run(script, 2) == code
     assert launcher.of(1) == [
-        *("started", "trains as rank 7", "finished the training"),
+        *("started", "trains with identity 7", "finished the training"),
         f"{how}; not again: it had finished the training",
     ]
     assert launcher.of(0)[-1] == "ended"

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from loops import Faulty, attach, close, error_of, everything, sgd, trained
@@ -178,6 +179,25 @@ def test_clipping_further_modules_buffers_consensus_and_checkpoints_work_in_node
         for model in (final, shown, resumed):
             for got, want in zip(model, expected, strict=True):
                 close(got, want)
+
+
+def in_wrappers(rank: int, size: int) -> list[Tensor]:
+    """Train plainly, and in a DistributedDataParallel over all workers and over the node."""
+    node, found = node_of(rank), []
+    for group in (None, dist.group.WORLD, node):
+        model = wrapped = make_model(rank // 2)
+        if group is not None:
+            wrapped = DistributedDataParallel(model, process_group=group)
+        sync = attach(wrapped, sgd(model), "local:period=2", node_group=node)
+        found.append(torch.stack(trained(sync, wrapped, [make_batch(rank, s) for s in range(3)])))
+        sync.finish()
+    return found
+
+
+def test_a_wrapper_over_the_node_is_switched_off_too() -> None:
+    for plain, everyone, node in run(in_wrappers, workers=4):
+        assert torch.equal(plain, everyone)
+        assert torch.equal(plain, node)
 
 
 def node_of(rank: int) -> Any:

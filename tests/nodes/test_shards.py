@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import offbeat
 from cells import some
 from loops import attach, close, error_of
-from pages import code_on
 from problems import loss_of, make_batch, make_model, train_step
 from replays import part_of_each_number, recorded, require_replayed, whole
 from workers import run
@@ -39,19 +38,25 @@ FIXED = [
 
 
 def divided(
-    model: nn.Module, *, layers: bool = True, reshards: bool = True, workers: int = 2
+    model: nn.Module,
+    *,
+    layers: bool = True,
+    reshards: bool = True,
+    workers: int = 2,
+    **options: Any,
 ) -> nn.Module:
-    """Apply ``fully_shard`` to ``model`` over the workers of this node.
+    """Apply ``fully_shard`` with ``options`` to ``model`` over the workers of this node.
 
     Without ``layers`` it is applied to the root alone, which is faster and gives the same shards.
     """
     fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
     shape = dist.get_world_size() // workers, workers
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("across", "inside"))["inside"]
+    options |= {"mesh": mesh, "reshard_after_forward": reshards}
     for layer in model.children() if layers else ():
         if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
     return model
 
 
@@ -340,7 +345,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 def refused(rank: int, size: int) -> Any:
-    """Collect errors of rank 0 alone, then of all workers. Then run the example of the docs."""
+    """Collect errors of rank 0 alone, then of all workers."""
     found = []
     for case, options, _ in REFUSED:
         model, given = meshes(case), {"strategy": "local:period=2", "node_group": "auto", **options}
@@ -353,14 +358,7 @@ def refused(rank: int, size: int) -> Any:
     sync = attach(model, optimizer, "local:period=2", node_group="auto")
     together.append(error_of(lambda: sync.finish(also=[nn.Linear(1, 1)])))
     sync.detach()
-    model = make_model(0)
-    model.layers = list(model)[:1]  # as the page calls them
-    fsdp = importlib.import_module("torch.distributed.fsdp")
-    names = {"model": model, "fully_shard": fsdp.fully_shard}
-    page = code_on("coming-from-ddp", "fully_shard(layer")
-    page = page.replace('"cuda", (2, 8)', '"cpu", (2, 2)')
-    exec(page, names | {"torch": torch, "dist": dist, "offbeat": offbeat}, names)
-    optimizer, sync = names["optimizer"], names["sync"]
+    sync = attach(model, optimizer, "local:period=2", node_group="auto")
     train_step(model, optimizer, make_batch(rank, 0))
     with sync.consensus():
         together.append(error_of(lambda: offbeat.save("never", sync)))

@@ -175,3 +175,53 @@ def test_a_model_converted_on_one_worker_is_refused_there(strategy: str, then: s
     assert kinds[0] == "CommunicationError", text
     assert others[0] == "AttachError", other
     assert "to another dtype after attach()" in other
+
+
+def shown_on_rank_0(rank: int, size: int, strategy: str) -> Any:
+    model, optimizer, sync = start(rank, strategy)
+
+    def train() -> None:
+        for step in range(6):
+            train_step(model, optimizer, make_batch(rank, step))
+            if rank == 0 and step % 3 == 2:
+                with sync.consensus():
+                    pass
+        sync.finish()
+
+    error = error_of(train)
+    sync.detach()
+    return error
+
+
+@GLOO_AND_SIMULATED
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "diloco", "async"])
+def test_a_consensus_on_one_rank_is_named_at_the_end(
+    run: Callable[..., Any], strategy: str
+) -> None:
+    """The others end training first, and it would then go on alone without an error."""
+    for kinds, text in run(shown_on_rank_0, strategy, workers=3):
+        assert kinds[0] == "MismatchError", text
+        assert "rank 0 is in consensus() after step 3, rank 1 is in finish() after step 6" in text
+        assert "call consensus() on every rank" in text
+
+
+def ends_early(rank: int, size: int, early: bool) -> Any:
+    """Rank 1 has fewer steps if ``early``, else as many as rank 0, which alone shows the mean."""
+    model, optimizer, sync = start(rank, "streaming")
+    for step in range(4 if early and rank == 1 else 6):
+        train_step(model, optimizer, make_batch(rank, step))
+    if rank == 0:
+        with sync.consensus():
+            shown = flat(model).clone()
+    sync.finish()
+    return (shown if rank == 0 else flat(model)), flat(model)
+
+
+@GLOO_AND_SIMULATED
+@pytest.mark.parametrize("early", [False, True])
+def test_a_worker_that_ended_takes_part_in_a_later_consensus(
+    run: Callable[..., Any], early: bool
+) -> None:
+    rows = run(ends_early, early, workers=2)
+    torch.testing.assert_close(rows[0][0], rows[0][1])
+    assert rows[0][1].equal(rows[1][1])

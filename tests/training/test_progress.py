@@ -54,11 +54,9 @@ def slowly(*args: Any) -> list[Any]:
 
 @pytest.mark.parametrize("text", STRATEGIES)
 def test_a_consensus_on_one_rank_warns(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Warnings come at doubling intervals. The others enter with ``finish``, and wait there."""
-    results = slowly(text, 45, 3, False)
-    for (kinds, error), model in results:
-        assert kinds == [], error
-        assert torch.equal(model, results[0][1])
+    """Warnings come at doubling intervals, and an error when the others end training."""
+    for (kinds, error), _ in slowly(text, 45, 3, False):
+        assert kinds[0] == "MismatchError", error
     texts = logged(caplog, "rank 0 has waited")
     found = [re.search(r"for (\d+) s; the other workers have taken (\d+) steps", t) for t in texts]
     numbers = [(int(m[1]), int(m[2])) for m in found if m is not None]

@@ -12,7 +12,7 @@ import logging
 import operator
 from collections.abc import Sequence
 
-from offbeat.averaging.votes import CALLS, Round, Vote
+from offbeat.averaging.votes import CALLS, NEVER_SHOWN, Round, Vote
 from offbeat.averaging.worker import NonFinite, Worker
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.transport.future import Completed
@@ -48,8 +48,8 @@ class VoteCheck:
         the first case is logged.
 
         Raises:
-            MismatchError: the workers step different optimizers, or wait in calls that do not
-                belong together. All workers raise it.
+            MismatchError: the workers step different optimizers, wait in calls that do not
+                belong together, or one left out a consensus. All workers raise it.
             OffbeatError: the workers are in different rounds, or the policy is "raise", and a
                 worker reports non-finite values.
         """
@@ -62,6 +62,7 @@ class VoteCheck:
                     "have continued after an interruption: detach() and attach again on all workers"
                 )
         self._require_match(votes)
+        self._require_consensus(votes)
         wrong = [rank for rank, vote in enumerate(votes) if not vote.finite]
         if wrong:
             self.report(wrong, votes[wrong[0]].step)
@@ -95,9 +96,25 @@ class VoteCheck:
             ]
             advice = "step all optimizers equally often and in the same order on every rank"
         if others:
-            pair = sorted([found[0], others[0]])
-            texts = ", ".join(f"rank {rank} {self._doing(votes[rank])}" for rank in pair)
-            raise MismatchError(f"{texts}: {advice}")
+            raise self._mismatch(votes, found[0], others[0], advice)
+
+    def _require_consensus(self, votes: Sequence[Vote]) -> None:
+        """Raise MismatchError if a worker has ended training and left out a consensus.
+
+        A worker whose data ends early takes part in the later consensus of the others. But if it
+        has more steps than they have and has never called ``consensus``, it never will.
+        """
+        shown = [rank for rank, vote in enumerate(votes) if vote.is_in("consensus()")]
+        for rank, vote in enumerate(votes):
+            if shown and vote.is_in("finish()") and vote.has(NEVER_SHOWN):
+                first = min(shown, key=lambda other: votes[other].step)
+                if vote.step > votes[first].step:
+                    advice = "call consensus() on every rank, and test sync.rank inside the context"
+                    raise self._mismatch(votes, first, rank, advice)
+
+    def _mismatch(self, votes: Sequence[Vote], one: int, other: int, advice: str) -> MismatchError:
+        texts = [f"rank {rank} {self._doing(votes[rank])}" for rank in sorted([one, other])]
+        return MismatchError(f"{', '.join(texts)}: {advice}")
 
     def _doing(self, vote: Vote) -> str:
         if vote.stepping:
@@ -181,10 +198,10 @@ class WaitingWarning:
         while self._next_seconds <= seconds:
             self._next_seconds *= 2
         logger.warning(
-            "rank %d has waited in consensus(), mean() or offbeat.save() for %.0f s; the other "
-            "workers have taken %d steps since. Every rank must call it, not only rank %d: see "
-            '"Coming from DDP" in the documentation',
+            "rank %d has waited in %s for %.0f s; the other workers have taken %d steps since. "
+            'Every rank must call it, not only rank %d: see "Coming from DDP" in the documentation',
             worker.rank,
+            worker.call,
             seconds,
             steps,
             worker.rank,

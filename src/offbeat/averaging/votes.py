@@ -23,6 +23,7 @@ CALLS = {
 # Further bits of ``Vote.call``:
 ALSO = 128  # the worker averages further modules (``also=…``)
 UNAVERAGED = 256  # tensors that training does not average have changed, or are new
+NEVER_SHOWN = 512  # the worker has never called consensus()
 
 
 class Vote(NamedTuple):
@@ -35,7 +36,7 @@ class Vote(NamedTuple):
         weight: Weight of this worker in the mean (≥ 0).
         stepping: 1 if this worker takes a step in this round. 0 if it waits at a barrier.
         call: Bits of the public call (``CALLS``) in which this worker waits at a barrier, and
-            ``ALSO`` and ``UNAVERAGED`` where they apply. 0 if it does not wait. The sum has the
+            the further bits where they apply. 0 if it does not wait. The sum has the
             bits of all workers.
         optimizer: Index of the optimizer that takes this step, in the list passed to ``attach``, if
             gradients are averaged. 0 if models are averaged, or in a vote without a step. The sum
@@ -63,7 +64,7 @@ class Vote(NamedTuple):
         return bool(int(self.call) & CALLS[call])
 
     def has(self, bit: int) -> bool:
-        """Return True if ``call`` has the bit ``ALSO`` or ``UNAVERAGED``."""
+        """Return True if ``call`` has one of the further bits."""
         return bool(int(self.call) & bit)
 
     def row(self) -> list[float]:

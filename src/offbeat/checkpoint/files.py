@@ -117,8 +117,10 @@ class Files:
                 path.unlink(missing_ok=True)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Return the contents of a file. Their entry ``id`` is equal in all files of a checkpoint.
+
+    ``mmap`` is that of ``read_values``.
 
     ``torch.save`` writes a zip archive with a CRC-32 of each record, which ``torch.load`` does not
     compare. ``testzip`` does: it detects damage by a disk, but does not protect against an
@@ -132,7 +134,7 @@ def read(path: Path) -> dict[str, Any]:
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"{damaged} in it does not match its checksum")
-        contents: dict[str, Any] = read_values(path, "a checkpoint")
+        contents: dict[str, Any] = read_values(path, "a checkpoint", mmap=mmap)
         require_format(contents)
     except Exception as error:  # archive, pickle and disk raise errors of many types
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]

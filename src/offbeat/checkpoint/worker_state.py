@@ -24,9 +24,10 @@ from torch import nn
 
 from offbeat.averaging import Worker
 from offbeat.averaging.model_mean import copy_rank_0
+from offbeat.averaging.replica import local_tensors
 from offbeat.checkpoint.plain_values import read_values, restore, values_of, write_values
 from offbeat.errors import CheckpointError
-from offbeat.nodes.shards import local_parts, model_state, optimizer_state
+from offbeat.nodes.shards import is_sharded, local_parts, model_state, optimizer_state
 from offbeat.telemetry import Stats
 from offbeat.training.checks.same_setup import describe, first_difference
 from offbeat.training.consensus import Consensus
@@ -34,7 +35,7 @@ from offbeat.training.iteration import Iteration
 from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.transport.communicator import Communicator
 
-FORMAT = 8
+FORMAT = 9
 """Version of the states. A release that changes them increases it."""
 
 Values = dict[str, Any]
@@ -88,6 +89,7 @@ class WorkerState:
             "of": "worker" if whole else "consensus",
             "size": worker.team.everyone.size,
             "description": self._description(whole),
+            "layout": self._layout(model),
             "model": local_parts(model) if self._sharded else model,
             "optimizer": local_parts(optimizers) if self._sharded else optimizers,
             "stats": dataclasses.asdict(self.stats),
@@ -97,6 +99,21 @@ class WorkerState:
         else:
             values["stats"]["details"] = {}  # they belong to the strategy
         return values
+
+    def _layout(self, model: Values) -> Values:
+        """Return what ``to_dcp`` reads. ``model`` is the model's ``state_dict()``."""
+        worker, node = self._worker, self._worker.team.node
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        return {
+            # Names of each optimizer's parameters. Empty: the script has added the parameter later.
+            "parameters": [
+                [names.get(id(p), "") for g in each.optimizer.param_groups for p in g["params"]]
+                for each in worker.optimizers
+            ],
+            "local": sorted(local_tensors(self._model)),
+            "shards": {name: t.placements[0].dim for name, t in model.items() if is_sharded(t)},
+            "place": [worker.team.rank, 0 if node is None else node.inside.rank],
+        }
 
     def _description(self, whole: bool) -> list[str]:
         """Return lines that must be equal where a state is loaded."""

@@ -3,6 +3,7 @@
 This module does not import torch, so help and shell completion are fast.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -138,4 +139,21 @@ def strategies() -> None:
     """
 
 
-COMMANDS = (run, store, plan, strategies)
+@implemented_in("offbeat.cli.checkpoints")
+def to_dcp(
+    checkpoints: Annotated[Path, typer.Argument(help="Directory that offbeat.save wrote.")],
+    output: Annotated[Path, typer.Argument(help="New directory.")],
+    *,
+    step: Annotated[int | None, typer.Option(help="Step.", show_default="the newest")] = None,
+) -> None:
+    """Convert a checkpoint of all workers for torch.distributed.checkpoint.
+
+    OUTPUT has "model", the mean over the workers, and "optimizer" of rank 0.
+
+    [bold]Example[/bold]
+
+    offbeat to-dcp checkpoints checkpoints-dcp
+    """
+
+
+COMMANDS = (run, store, plan, strategies, to_dcp)

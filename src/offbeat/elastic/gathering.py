@@ -30,6 +30,7 @@ Each worker runs the same protocol:
    replace the training by a new one (compare-and-set), and all gather again.
 """
 
+import gc
 import itertools
 import logging
 import os
@@ -40,6 +41,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from offbeat.elastic import silence
 from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
@@ -92,6 +94,13 @@ def gathering_from_environment() -> "Gathering | None":
             "%s is set, so attach() trains with the workers that gather there, and not with the %d "
             "workers of the default process group; unset it, or give attach() a group",
             *(_STORE, world.size()),
+        )
+    # Not isinstance(), to which a dead proxy answers with an error.
+    samplers = [each for each in gc.get_objects() if type(each) is DistributedSampler]
+    if any(sampler.num_replicas == 1 for sampler in samplers):
+        logger.warning(
+            "a DistributedSampler has num_replicas=1, so every worker would train on all data: use "
+            "an offbeat.data.LeasedSampler, which divides the data among the workers"
         )
     return Gathering(address, count)
 

@@ -13,4 +13,4 @@ def _ignore(text: str) -> None:
 
 
 tell: Callable[[str], None] = _ignore
-"""Function to call with ``"trains as rank 3"`` or ``FINISHED`` when that is so. Never fails."""
+"""Function to call with ``"trains with identity 3"`` or ``FINISHED`` at that time. Never fails."""

@@ -122,7 +122,7 @@ class WorkerView:
     Attributes:
         rank: Rank of this worker.
         size: Number of workers (common).
-        step: Number of local steps of this worker, including the current one.
+        step: Number of local steps of this worker, including the current one: 1 in the first step.
         start_step: Number of local steps of the most advanced worker when the generation began
             (common).
         stepping: True if this worker takes a step in the current round. False if it waits for the

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offbeat.averaging import Replica, Worker
 from offbeat.averaging.model_mean import copy_rank_0
-from offbeat.averaging.votes import ALSO, UNAVERAGED, Round
+from offbeat.averaging.votes import ALSO, NEVER_SHOWN, UNAVERAGED, Round
 from offbeat.errors import (
     AttachError,
     CheckpointError,
@@ -55,6 +55,7 @@ class Consensus:
         self._comparison = TensorComparison(worker)
         self.ended = False
         self.complete = True
+        self._never_shown = True  # this worker has not called consensus()
         self._versions: list[int] = []  # see note_parameters
 
     def _retry(self, function: Callable[[], T]) -> T:
@@ -144,6 +145,7 @@ class Consensus:
         if also is not None:
             worker.call_bits += ALSO * bool(also.everything())
             worker.call_bits += UNAVERAGED * self._comparison.has_changed()
+            worker.call_bits += NEVER_SHOWN * self._never_shown
         try:
             if self._iteration.node is not None:
                 self._iteration.node.average(0, stepping=False)
@@ -168,7 +170,9 @@ class Consensus:
 
         Returns the local values, for ``restore``.
         """
-        return self._retry(lambda: self._show(self._wait_for_all("consensus()", also), also))
+        local = self._retry(lambda: self._show(self._wait_for_all("consensus()", also), also))
+        self._never_shown = False
+        return local
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
         averages_also = self._compare(last, also, finishing=finishing)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError
+from offbeat.nodes.detection import NodeGroup, node_ranks
 from offbeat.transport.communicator import Transport
 
 logger = logging.getLogger("offbeat")
@@ -39,11 +40,16 @@ class DDPSuppressor:
             ``require_backward_grad_sync`` is then False.
 
     Raises:
-        AttachError: a wrapper cannot be switched off, or averages over other workers than
-            ``group``, the process group of ``attach``.
+        AttachError: a wrapper cannot be switched off, or averages over other workers than those
+            of ``group``, or of ``node_group``. Both are those of ``attach``.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | Transport | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | Transport | None,
+        node_group: NodeGroup | None,
+    ) -> None:
         self._hooks: list[RemovableHandle] = []
         self.wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -52,7 +58,10 @@ class DDPSuppressor:
         attach_group = group if isinstance(group, dist.ProcessGroup) else world
         # Check all wrappers first: an error must leave every wrapper active.
         for wrapper in self.wrappers:
-            _require_suppressible(wrapper, dist.get_process_group_ranks(attach_group))
+            allowed = [dist.get_process_group_ranks(attach_group)]
+            if node_group is not None and isinstance(node := node_ranks(group, node_group), list):
+                allowed.append(node)  # text is an error, which open_nodes raises
+            _require_suppressible(wrapper, allowed)
         for wrapper in self.wrappers:
             self._suppress(wrapper)
 
@@ -85,14 +94,14 @@ def _switch_on(wrapper: DistributedDataParallel, args: object, result: object) -
     wrapper.require_backward_grad_sync = vars(wrapper).pop(_FLAG)
 
 
-def _require_suppressible(wrapper: DistributedDataParallel, members: Sequence[int]) -> None:
-    """Raise AttachError unless ``wrapper`` averages over ``members`` and can be switched off."""
+def _require_suppressible(wrapper: DistributedDataParallel, allowed: list[list[int]]) -> None:
+    """Raise AttachError unless ``wrapper`` has ``allowed`` ranks and can be switched off."""
     ranks = dist.get_process_group_ranks(wrapper.process_group)
-    if set(ranks) != set(members):
+    if set(ranks) not in map(set, allowed):
         raise AttachError(
             f"the model is inside a DistributedDataParallel over ranks {_shown(ranks)}, and "
-            f"attach() trains it over ranks {_shown(members)}: give both the same group, and give "
-            "node_group to average the gradients of each node in every step"
+            f"attach() trains it over ranks {_shown(allowed[0])}: give both the same group, and "
+            "give node_group to average the gradients of each node in every step"
         )
     # With these options DDP communicates even if the flags in _switch_off are False. The
     # attribute of the last one is private, and DDP has no public one.

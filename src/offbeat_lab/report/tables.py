@@ -147,7 +147,7 @@ def winner(results: Sequence[Result]) -> str:
     if never := [row.name for row in rows if not row.seconds_to_target]:
         text += f"; {', '.join(never)} did not reach it with every seed"
     several = len({result.job.seed for result in results}) > 1
-    return f"{text} (medians)." if several else f"{text}."
+    return f"{text} ({'medians' if several else 'one seed'})."
 
 
 def has_ideal(results: Sequence[Result]) -> bool:
