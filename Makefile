@@ -7,8 +7,7 @@ SEED ?= 0
 MINUTES ?= 20
 
 .PHONY: help demo test install pytest coverage nightly soak frameworks launchers triton lowest lint bench headline \
-  gpu wheels \
-  docs api dist clean
+  gpu wheels docs api dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 

@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
     "benchmarks": (6596, 4135),
-    "tests": (35250,),
+    "tests": (35253,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

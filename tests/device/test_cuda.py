@@ -97,4 +97,6 @@ def test_payloads_are_decoded_as_by_the_cpu(precision: str) -> None:
 def test_the_triton_kernels_have_the_bits_of_torch(precision: str) -> None:
     """Otherwise Offbeat would warn, and use the torch operations."""
     pytest.importorskip("triton")
-    assert DEVICE == "cpu" or triton_kernels(torch.device(DEVICE, 0), precision) is not None
+    if DEVICE == "cpu":
+        pytest.skip("the kernels need a GPU")
+    assert triton_kernels(torch.device(DEVICE, 0), precision) is not None
