@@ -6,8 +6,8 @@ DEMO := runs/demo
 SEED ?= 0
 MINUTES ?= 20
 
-.PHONY: help demo test install pytest coverage nightly soak frameworks launchers lowest lint bench headline gpu wheels \
-  docs api dist clean
+.PHONY: help demo test install pytest coverage nightly soak frameworks launchers triton lowest lint bench headline \
+  gpu wheels docs api dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -87,6 +87,15 @@ launchers:  ## try torchrun on two machines, Slurm, Ray, Kubernetes' manifests
 	.venv-launchers/bin/python $(LAUNCHERS)/torchrun/two_machines.py
 	PATH="$$PWD/.venv-launchers/bin:$$PATH" $(LAUNCHERS)/slurm/try
 
+# An environment of its own. Triton's interpreter and its compiler need no GPU.
+triton:  ## the Triton kernels in Triton's interpreter, and a look at what the compiler makes of them
+	test -x .venv-triton/bin/python || $(PYTHON) -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  -c constraints.txt -e '.[fast]' pytest pytest-timeout pytest-xdist hypothesis
+	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.7.1
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/quantization/test_triton.py
+	.venv-triton/bin/python -m pytest tests/quantization/test_triton_compiled.py
+
 # An environment of its own, with the torch of the machine. Without a network there, run `make wheels`
 # first on a machine that has one, and copy the folder.
 GPU_PACKAGES := pytest pytest-timeout hypothesis sortedcontainers iniconfig pluggy packaging pygments
@@ -142,4 +151,4 @@ dist: $(VENV)/.dev  ## build wheel and sdist into dist/, check both, and train w
 	.ci/try-wheel $(BIN)/python dist/*.whl
 
 clean:  ## remove what the other targets made, results of runs excepted
-	rm -rf $(VENV) .venv-frameworks .venv-launchers .venv-lowest .venv-gpu wheels site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-frameworks .venv-launchers .venv-triton .venv-lowest .venv-gpu wheels site .pytest_cache .mypy_cache .ruff_cache .hypothesis

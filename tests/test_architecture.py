@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2222, 1102),
-    "src/offbeat/averaging": (3247, 1761),
+    "src/offbeat/averaging": (3337, 1823),
     "src/offbeat/checkpoint": (1000, 531),
     "src/offbeat/cli": (587, 321),
     "src/offbeat/data": (803, 393),
@@ -87,14 +87,14 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/integrations": (303, 178),
     "src/offbeat/launcher": (722, 393),
     "src/offbeat/nodes": (505, 285),
-    "src/offbeat/quantization": (973, 526),
+    "src/offbeat/quantization": (1433, 827),
     "src/offbeat/simulate": (2263, 1207),
     "src/offbeat/strategies": (1334, 498),
     "src/offbeat/training": (2527, 1431),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
-    "benchmarks": (6930, 4351),
-    "tests": (34688,),
+    "benchmarks": (6596, 4135),
+    "tests": (35257,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -32,7 +32,8 @@ import offbeat
 
 IMPORT = """
 for module in pkgutil.walk_packages(offbeat.__path__, "offbeat."):
-    if "integrations." not in module.name and not module.name.endswith("__main__"):
+    # Frameworks and Triton may be missing.
+    if "integrations." not in module.name and not module.name.endswith(("__main__", "_kernels")):
         importlib.import_module(module.name)
 """
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from loops import attach
 from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.gpu import triton_kernels
 from problems import make_batch, make_wide, train_step
 from workers import run
 
@@ -90,3 +91,12 @@ def test_payloads_are_decoded_as_by_the_cpu(precision: str) -> None:
     step = numbers.abs().max() / {"int8": 127, "int4": 7, "int2": 1}[precision]
     there = decoded(rounded(DEVICE), DEVICE)
     torch.testing.assert_close(there, here, rtol=0, atol=1.001 * float(step))
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
+def test_the_triton_kernels_have_the_bits_of_torch(precision: str) -> None:
+    """Otherwise Offbeat would warn, and use the torch operations."""
+    pytest.importorskip("triton")
+    if DEVICE == "cpu":
+        pytest.skip("the kernels need a GPU")
+    assert triton_kernels(torch.device(DEVICE, 0), precision) is not None

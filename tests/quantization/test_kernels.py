@@ -13,13 +13,27 @@ import torch.distributed as dist
 
 import offbeat
 import worlds
-from offbeat.quantization import kernels
+from offbeat.quantization import gpu, kernels
 from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS
 from problems import flat, make_wide, wide_step
 from quantization.rounding import values
 
 PRECISIONS = ["int8", "int4", "int2"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rows_and_quantization_errors_have_the_same_bits(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, results = CODECS[precision](), []
+    for _ in range(2):
+        numbers = torch.randn(40 * BLOCK, generator=torch.Generator().manual_seed(1)).exp()
+        rows = torch.empty(40, codec.block_bytes, dtype=torch.uint8)
+        codec.encode(numbers, rows)
+        results.append((numbers, rows))
+        monkeypatch.setattr(kernels, "kernels", lambda: None)
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -136,3 +150,20 @@ def test_the_environment_can_disable_the_loops(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.undo()
         kernels.kernels.cache_clear()
     assert kernels.kernels() is not None
+
+
+def test_triton_kernels_that_fail_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning names the cause. There is no such GPU, or no Triton."""
+    device = torch.device("cuda", 99)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: object())
+    assert [gpu.triton_kernels(device, "int4") for _ in range(2)] == [None, None]
+    (warning,) = caplog.messages
+    assert warning.startswith("the Triton kernels fail (")
+    assert warning.endswith("OFFBEAT_KERNELS=0 avoids the attempt")
+    gpu.triton_kernels.cache_clear()
+    monkeypatch.setenv("OFFBEAT_KERNELS", "0")
+    assert gpu.triton_kernels(device, "int4") is None
+    assert gpu.triton_kernels(torch.device("cpu"), "int4") is None
+    assert len(caplog.messages) == 1

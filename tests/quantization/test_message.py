@@ -82,7 +82,7 @@ def exchange(
     finite = message.finite()
     if not contribute:
         message.clear()
-    future = message.start([team.rank, math.pi])
+    future = message.start(torch.tensor([team.rank, math.pi], dtype=torch.float64))
     counted = team.account.payload_bytes
     future.wait()
     assert team.account.payload_bytes == counted, "all bytes count at the start"

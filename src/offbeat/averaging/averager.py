@@ -27,7 +27,9 @@ Invariants:
 3. A worker at a barrier launches and lands like the others, so they do not wait for it.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -272,36 +274,41 @@ class Averager(Flow):
             return ExactMessage(worker.team, sections, what, keep=not self.averages.blocking)
         return QuantizedMessage(worker.wire, sections, what, vote=self.vote_length)
 
-    def check_launch(self, flight: Flight) -> bool:
-        """Return False if a launch contains NaN or infinity, on any shard of the model.
+    def check_launch(self, flight: Flight) -> Tensor | bool:
+        """Set and return ``Flight.finite``: False if NaN or infinity is in it, on any shard.
 
-        Under the policy "raise" the worker then sends zeros. It must send, because its vote may
-        have announced a weight above 0.
+        Outside of a node no host waits for a GPU.
         """
         worker = self.worker
-        if not self._stores or worker.size == 1:
-            return True
-        flight.finite &= flight.message.finite()
-        if self.sends_buffers(flight):
-            flight.finite &= worker.finite_buffers()
-        (wrong,) = worker.team.maximum_over_node(float(not flight.finite))
-        flight.finite = not wrong
-        if wrong and worker.guarded:
-            flight.message.clear()
+        if self._stores and worker.size > 1:
+            buffers = worker.finite_buffers_here() if self.sends_buffers(flight) else True
+            flags = flight.finite, flight.message.finite(), buffers
+            # Each "and" of tensors is a kernel on a GPU.
+            unknown = [flag for flag in flags if flag is not True]
+            finite = functools.reduce(operator.and_, unknown) if unknown else True
+            if worker.team.node is not None:
+                (wrong,) = worker.team.maximum_over_node(float(not finite))
+                finite = not wrong
+            flight.finite = finite
         return flight.finite
 
     def sends_buffers(self, flight: Flight) -> bool:
         """Return True if the floating-point buffers are averaged with this launch."""
         return self.parts[-1] in flight.parts
 
-    def send(self, flight: Flight, vote: Sequence[float] | None = None) -> None:
-        """Send the message, and the buffers with the last part of the model."""
+    def send(self, flight: Flight, vote: Tensor | None = None) -> None:
+        """Send the message, and the buffers with the last part of the model.
+
+        If the message is not finite, the worker sends zeros under the policy "raise". It must send,
+        because its vote may have announced a weight above 0.
+        """
         worker = self.worker
+        send = flight.finite if worker.guarded else True
         if self.sends_buffers(flight):
-            weight = flight.weight if flight.finite or not worker.guarded else 0.0
+            weight = 0.0 if send is False else flight.weight
             what = f"buffers with {flight.message.what}"
             flight.buffers = BufferMean(worker.team, worker.replica, weight, worker.step, what=what)
-        flight.future = flight.message.start(vote)
+        flight.future = flight.message.start(vote, send)
         flight.sent_seconds = worker.team.host.now()
 
     # -- landing ---------------------------------------------------------------------------------
@@ -540,6 +547,9 @@ class RoundAverager(Averager):
         )
         for _ in flight.work:
             pass
-        if not self.check_launch(flight):
+        flight.finite = bool(self.check_launch(flight))
+        if not flight.finite:
             self._report_non_finite = True
+            if self.worker.guarded:
+                flight.message.clear()
         self.send(flight)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.averager import Averager
@@ -12,6 +13,7 @@ from offbeat.averaging.pace import STEP_END_SHARE, Pace
 from offbeat.averaging.rounds import WaitingWarning
 from offbeat.averaging.votes import Round, Vote, summed_votes
 from offbeat.averaging.worker import Worker
+from offbeat.quantization.kernels import to_device
 from offbeat.strategies.base import GlobalModel, Strategy
 from offbeat.transport.future import Completed, Future
 
@@ -172,20 +174,28 @@ class ClockedAverager(Averager):
         return flight
 
     def _send(self, flight: Flight) -> None:
-        worker, team, vote = self.worker, self.worker.team, flight.vote
-        finite = self.check_launch(flight) and (bool(vote.stepping) or worker.finite_model())
-        if not finite:
-            worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
-        flight.vote = vote._replace(finite=finite)
-        self.send(flight, flight.vote.row())
+        worker, team = self.worker, self.worker.team
+        finite = self.check_launch(flight)
+        if not flight.vote.stepping:
+            finite = flight.finite = finite & worker.finite_model()
+        vote = torch.tensor(flight.vote.row(), dtype=torch.float64, device="cpu")
+        if isinstance(finite, Tensor):  # on a GPU, this worker learns the value from its message
+            vote = to_device(vote, finite.device)
+        vote[Vote._fields.index("finite")].mul_(finite)
+        # If buffers are not finite under the policy "raise", the votes let all workers raise an
+        # error, and none lands them.
+        self.send(flight, vote)
         assert flight.future is not None
         # The thread that waits for the message must not keep this object or the worker.
-        check, host = self.rounds.check, team.host
+        check, host, rank, details = self.rounds.check, team.host, team.rank, worker.details
 
         def move(_: object) -> Future[None]:
             flight.arrived_seconds, began = host.now(), host.processor_seconds()
-            flight.sums = check(flight.message.votes)
             flight.votes = [Vote.of(row) for row in flight.message.votes]
+            flight.vote = flight.votes[rank]
+            if not flight.vote.finite:
+                details["non_finite"] = details.get("non_finite", 0) + 1
+            flight.sums = check(flight.message.votes)
             total = _contributors(flight.votes)
             flight.total = lambda: total
             flight.move()

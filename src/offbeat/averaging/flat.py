@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -101,6 +101,7 @@ class Flat:
         numbers = [as_real(tensor.detach()) for tensor in self.tensors]
         self._views = [_by_memory(each) for each in numbers] if self._in_memory_order else numbers
         self._pieces: dict[tuple[int, int], tuple[list[Tensor], list[_Copy]]] = {}
+        self._tables: dict[tuple[int, int], Any] = {}
 
     def _slices(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (tensor, first, last) for each tensor with numbers from ``start`` to ``stop``."""
@@ -122,13 +123,23 @@ class Flat:
             found = numbers, copies = list[Tensor](), list[_Copy]()
             for index, first, last in self._slices(start, stop):
                 view = self._views[index]
-                whole = view.reshape(-1)
+                whole = view.reshape(-1).contiguous()
                 numbers.append(whole[first:last])
                 if whole.data_ptr() != view.data_ptr():
                     copies.append((view, whole))
             if not copies:
                 self._pieces[start, stop] = found
         return found
+
+    def table(self, start: int, stop: int, kernels: Any) -> tuple[Any, list[_Copy]]:
+        """Return the numbers as a table of ``kernels``, and what to ``write_back`` if changed."""
+        numbers, copies = self._numbers(start, stop)
+        table = self._tables.get((start, stop))
+        if table is None:
+            table = kernels.make_table(numbers)
+            if not copies:
+                self._tables[start, stop] = table
+        return table, copies
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Yield start and stop of consecutive ranges of at most ``BUCKET_BYTES`` each."""
@@ -174,8 +185,13 @@ class Flat:
                 target.add_(part.to(target.device))
             else:
                 target.copy_(part)
-        for view, whole in copies:
-            view.copy_(whole.view(view.shape))
+        write_back(copies)
+
+
+def write_back(copies: Iterable[_Copy]) -> None:
+    """Copy the copies of tensors to the tensors."""
+    for view, whole in copies:
+        view.copy_(whole.view(view.shape))
 
 
 def make_flats(
@@ -226,15 +242,24 @@ class Space:
         if self.x.dtype != self.x.stored_dtype:
             self.error = torch.zeros(self.x.elements, dtype=torch.bfloat16, device=self.x.device)
 
+    def table(self, start: int, stop: int, kernels: Any) -> tuple[Any, Tensor | None, list[_Copy]]:
+        """Return ``Flat.table`` from ``start`` to ``stop``, and the rounding error there."""
+        table, copies = self.x.table(start, stop, kernels)
+        return table, None if self.error is None else self.error[start:stop], copies
+
     def read(self, start: int, out: Tensor) -> None:
         """Fill ``out`` with x from ``start`` on, without its rounding error."""
         self.x.read(start, out)
         if self.error is not None:
             out.sub_(self.error[start : start + out.numel()])
 
-    def add(self, start: int, values: Tensor) -> None:
-        """Add ``values`` to x from ``start`` on."""
-        if self.error is None:
+    def add(self, start: int, values: Tensor, kernels: Any = None) -> None:
+        """Add ``values`` to x from ``start`` on, with Triton kernels if they are given."""
+        if kernels is not None:
+            table, error, copies = self.table(start, start + len(values), kernels)
+            kernels.add(table, error, values)
+            write_back(copies)
+        elif self.error is None:
             self.x.add(start, values)
         else:
             exact = torch.empty_like(values)

@@ -5,7 +5,6 @@ cache of a processor. So a worker can do a bounded part of the work at the end o
 methods of ``Flight`` that return an iterator pause between two pieces.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ from offbeat.averaging.flat import Slice, joined
 from offbeat.averaging.model_mean import BufferMean
 from offbeat.averaging.votes import Vote
 from offbeat.quantization.kernels import kernels_for
-from offbeat.quantization.message import Message, Squares
+from offbeat.quantization.message import Message, QuantizedMessage, Squares
 from offbeat.transport.future import Future
 
 Place = tuple[int, int]  # index of a section in a message, and position of a piece in the section
@@ -77,7 +76,8 @@ class Flight:
         arrived_seconds: Time at which this worker found that it had arrived.
         buffers: The buffers that are averaged with the parts, if there are any.
         shifts: Δ − u of each section, if a background thread has moved P.
-        finite: False if the update of this worker contains NaN or infinity.
+        finite: False if the update of this worker contains NaN or infinity. A tensor has one
+            element, on the device of the update.
         squares: ‖D‖² and ‖u‖².
         vote: Vote of this worker, if it travels in the message.
         votes: Votes of all workers, by rank, once the message has arrived.
@@ -103,7 +103,7 @@ class Flight:
     arrived_seconds: float | None = None
     buffers: BufferMean | None = None
     shifts: list[Tensor] = field(default_factory=list)
-    finite: bool = True
+    finite: Tensor | bool = True
     squares: Squares = field(default_factory=lambda: np.zeros(2))
     vote: Vote = field(default_factory=Vote)
     votes: list[Vote] = field(default_factory=list)
@@ -133,6 +133,13 @@ class Flight:
             for piece in whole.pieces():
                 yield (index, piece.start - self.sections[index].start), piece, step
 
+    def _fused(self) -> QuantizedMessage | None:
+        """Return the message if Triton kernels encode and land it, else None."""
+        message = self.message
+        if isinstance(message, QuantizedMessage) and message.kernels is not None:
+            return message
+        return None
+
     # -- launch ----------------------------------------------------------------------------------
 
     def pack(self, *, check: bool, mark: bool) -> Iterator[None]:
@@ -151,13 +158,19 @@ class Flight:
                 part.synced_step = self.step
 
     def _pack(self, place: Place, piece: Slice, *, check: bool) -> None:
-        space = piece.space
+        space, (start, stop) = piece.space, (piece.start, piece.stop)
+        fused = self._fused()
+        if fused is not None and space.P is not None:
+            table, error, _ = space.table(start, stop, fused.kernels)
+            (rows, _), bits = fused.encoded(*place, len(piece)), fused.codec.bits
+            fused.kernels.encode(table, error, space.P[start:stop], rows, fused.flag, bits)
+            return
         values = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
-        space.read(piece.start, values)
+        space.read(start, values)
         if space.P is not None:
-            values.sub_(space.P[piece.start : piece.stop])
+            values.sub_(space.P[start:stop])
             if check:
-                self.finite &= math.isfinite(torch.dot(values, values).item())
+                self.finite = self.finite & torch.dot(values, values).isfinite()
         elif self.weight != 1:
             values.mul_(self.weight)
         self.message.write(*place, values)
@@ -166,8 +179,9 @@ class Flight:
 
     def move(self) -> None:
         """Move P and v, and keep Δ − u of each section in ``shifts``. For a background thread."""
+        allocate = torch.empty if self.total() else torch.zeros
         self.shifts = [
-            torch.zeros(len(each), dtype=each.space.x.dtype, device=each.space.x.device)
+            allocate(len(each), dtype=each.space.x.dtype, device=each.space.x.device)
             for each in self.sections
         ]
         if self.total():
@@ -183,7 +197,11 @@ class Flight:
         yield from _with_pauses(self._pieces(), self._add)
 
     def _add(self, place: Place, piece: Slice) -> None:
-        piece.space.add(piece.start, self._shift(place, piece))
+        self._add_values(piece, self._shift(place, piece))
+
+    def _add_values(self, piece: Slice, values: Tensor) -> None:
+        fused = self._fused()
+        piece.space.add(piece.start, values, None if fused is None else fused.kernels)
 
     def move_and_add(self, *, overwrite: bool) -> None:
         """Move P, v and the local model.
@@ -211,7 +229,7 @@ class Flight:
         if overwrite:
             space.write(piece.start, shared)
         else:
-            space.add(piece.start, shift)
+            self._add_values(piece, shift)
 
     def preview(self) -> None:
         """Change x as the landing will, but nothing else. The caller restores x."""
@@ -244,6 +262,16 @@ class Flight:
         assert space.P is not None
         shared = space.P[piece.start : piece.stop]
         velocity = shared[:0] if space.v is None else space.v[piece.start : piece.stop]
+        fused = self._fused()
+        if fused is not None:
+            update, summands = fused.encoded(*place, len(piece))
+            squares = fused.kernels.move(
+                summands, update, shift, total, shared, velocity, step, fused.codec.bits
+            )
+            if self.measures:  # added one after the other, as by the compiled loop
+                rows = np.vstack([self.squares, squares.cpu().numpy()])
+                self.squares = np.add.accumulate(rows)[-1]
+            return
         sent = torch.empty_like(shift)
         self.message.read(*place, shift, sent)
         # The compiled loop and ``_apply`` round ‖D‖² differently.

@@ -27,7 +27,25 @@ def absolute_sum(tensors: Iterable[Tensor]) -> float:
     return sum(_norms(tensors, 1), start=0.0)
 
 
+def no_nan(tensors: Iterable[Tensor]) -> Tensor | bool:
+    """Return False if a tensor contains NaN. Does not wait for a GPU: the result is there."""
+    parts = _norm_tensors(tensors, 2)
+    if len({part.device for part in parts}) == 1:
+        return torch.stack([part.double() for part in parts]).isnan().logical_not().all()
+    return not any(bool(part.isnan()) for part in parts)
+
+
 def _norms(tensors: Iterable[Tensor], order: int) -> list[float]:
+    """Return the ``_norm_tensors`` as numbers."""
+    parts = _norm_tensors(tensors, order)
+    devices = {part.device for part in parts}
+    if len(devices) > 1 or not parts or parts[0].device.type == "cpu":
+        return [part.item() for part in parts]
+    norms: list[float] = torch.stack([part.double() for part in parts]).tolist()
+    return norms
+
+
+def _norm_tensors(tensors: Iterable[Tensor], order: int) -> list[Tensor]:
     """Return norms of ``tensors`` or of groups of them: L2 for the ``order`` 2, L1 for 1."""
     parts: list[Tensor] = []
     small: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # by dtype and device
@@ -38,12 +56,7 @@ def _norms(tensors: Iterable[Tensor], order: int) -> list[float]:
             parts.append(_norm(values, order))
         elif count:
             small.setdefault((values.dtype, values.get_device()), []).append(values.reshape(-1))
-    parts += [_norm(torch.cat(group), order) for group in small.values()]
-    devices = {part.device for part in parts}
-    if len(devices) > 1 or not parts or parts[0].device.type == "cpu":
-        return [part.item() for part in parts]
-    norms: list[float] = torch.stack([part.double() for part in parts]).tolist()
-    return norms
+    return parts + [_norm(torch.cat(group), order) for group in small.values()]
 
 
 def _norm(values: Tensor, order: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.model_mean import ModelMean
-from offbeat.averaging.norm import squared_norm
+from offbeat.averaging.norm import no_nan, squared_norm
 from offbeat.averaging.replica import Replica
 from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import WorkerView
@@ -168,6 +168,10 @@ class Worker:
         Infinity is allowed, because masks contain it, and so are buffers with NaN from the start.
         """
         return self._nan_buffers or not math.isnan(self.squared_norm(self.replica.float_buffers()))
+
+    def finite_buffers_here(self) -> Tensor | bool:
+        """Return ``finite_buffers`` of this process alone, without a wait for a GPU."""
+        return self._nan_buffers or no_nan(self.replica.float_buffers())
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have called this. ``what`` names the operation in errors."""

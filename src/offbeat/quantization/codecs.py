@@ -68,7 +68,8 @@ class Codec(ABC):
             x = values[numbers].view(-1, BLOCK)
             integers = self._quantize(x, scale)
             if keep_error:  # the error of a block whose scale is NaN is 0
-                x.addcmul_(integers.to(torch.float32), scale, value=-1).nan_to_num_(0.0, 0.0, 0.0)
+                decoded = integers.to(torch.float32).mul_(scale)  # rounded, unlike in ``addcmul``
+                x.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)
             self._pack(integers, packed)
 
     def decode(self, rows: Tensor, values: Tensor, *, add: bool = False) -> None:

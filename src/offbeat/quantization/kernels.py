@@ -32,12 +32,6 @@ Floats = NDArray[np.float32]
 Rows = NDArray[np.uint8]
 """Two dimensions."""
 
-_LANES = 16
-"""Number of partial sums when the squares of a block are added.
-
-The second half of the numbers is added to the first half, again and again, until 16 are left.
-Unlike a running sum, this compiles to vector instructions.
-"""
 _INFINITY_BITS = 0x7F800000  # bit pattern of float32 infinity; those of NaN are larger
 _ROUNDING = np.float32(1.5 * 2.0**23)
 """Adding this to a small float32 rounds it to an integer, because the sum has no fraction bits.
@@ -226,14 +220,15 @@ def land(
                 folded[i] = values[i] * values[i]
             for i in range(values.size, BLOCK):
                 folded[i] = np.float32(0)
+            # The second half is added to the first half, again and again, which compiles to vector
+            # instructions, unlike a running sum.
             half = BLOCK // 2
-            while half >= _LANES:
+            while half:
                 low, high = folded[:half], folded[half : 2 * half]
                 for i in range(half):
                     low[i] += high[i]
                 half //= 2
-            for lane in range(_LANES):
-                squares[index] += folded[lane]
+            squares[index] += folded[0]
         if velocity.size:
             moving = velocity[start:stop]
             for i in range(mean.size):
@@ -301,6 +296,13 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
         if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
             return None
     return kernels()
+
+
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on ``device`` of ``numbers``, which are on the CPU. Does not wait for a GPU."""
+    if device.type == "cuda":  # the host would wait for a copy from memory that is not pinned
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
 
 
 def _compiled(function: Callable[..., None], signature: Any) -> Callable[..., None]:

@@ -28,7 +28,7 @@ errors are in the ``Stream``.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,8 @@ from typing_extensions import override
 
 from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS, pieces
+from offbeat.quantization.gpu import triton_kernels
+from offbeat.quantization.kernels import to_device
 from offbeat.quantization.wire import Wire
 from offbeat.transport.future import Future
 from offbeat.transport.team import Team
@@ -134,8 +136,11 @@ class Message(ABC):
             values: The numbers, 1-D. Overwritten.
         """
 
-    def finite(self) -> bool:
-        """Return False if the encoded update is known to contain NaN or infinity."""
+    def finite(self) -> Tensor | bool:
+        """Return False if the encoded update is known to contain NaN or infinity.
+
+        A tensor has one element, on the device of the update, so that the host need not wait.
+        """
         return True
 
     @abstractmethod
@@ -143,11 +148,12 @@ class Message(ABC):
         """Make the update zero. A later message contains the errors of earlier sums."""
 
     @abstractmethod
-    def start(self, vote: Sequence[float] | None) -> Future[Any]:
+    def start(self, vote: Tensor | None, send: Tensor | bool = True) -> Future[Any]:
         """Send the message. The future sets ``votes``.
 
         Args:
-            vote: Numbers about this worker. None: none are sent, by any worker.
+            vote: Numbers about this worker: float64, 1-D. None: none are sent, by any worker.
+            send: False: sends the update zero. A tensor has one element, as that of ``finite``.
         """
 
     @abstractmethod
@@ -182,8 +188,13 @@ class ExactMessage(Message):
             each.zero_()
 
     @override
-    def start(self, vote: Sequence[float] | None) -> Future[Any]:
+    def start(self, vote: Tensor | None, send: Tensor | bool = True) -> Future[Any]:
         team, what = self._team, self.what
+        if send is False:
+            self.clear()
+        elif isinstance(send, Tensor):
+            for each in self._sums:
+                each.masked_fill_(~send, 0.0)
         if self._keep:
             self._sent = [each.clone() for each in self._sums]
         futures: list[Future[Any]] = []
@@ -194,8 +205,7 @@ class ExactMessage(Message):
 
             futures.append(team.communicator.sum(each, what=what).then(store))
         if vote is not None:
-            device = team.communicator.control_device
-            own = torch.tensor(vote, dtype=torch.float64, device=device)
+            own = vote if vote.is_cuda else vote.to(team.communicator.control_device)
 
             def keep_votes(votes: list[Tensor]) -> None:
                 self.votes = [each.tolist() for each in votes]
@@ -224,6 +234,11 @@ class QuantizedMessage(Message):
         sections: Sections to sum. Either all streams have ``errors``, or none, for a single stage.
         what: Name of the operation in errors.
         vote: Number of numbers in a vote.
+
+    Attributes:
+        codec: Codec of the precision.
+        kernels: The Triton kernels that encode and land the message; None: torch operations do.
+        flag: bool, one element. The kernels set it to False if the update is not finite.
     """
 
     quantized = True
@@ -232,19 +247,29 @@ class QuantizedMessage(Message):
         self, wire: Wire, sections: Sequence[Section], what: str, *, vote: int = 0
     ) -> None:
         super().__init__(sections, what)
-        self._wire, self._codec = wire, CODECS[wire.precision]()
+        self._wire, self.codec = wire, CODECS[wire.precision]()
         self._single = all(each.stream.errors is None for each in sections)
         owners = self._owners = 1 if self._single else wire.team.size
         self._firsts, blocks = [], 0  # index of the first block of each section
         for each in sections:
             self._firsts.append(blocks)
             blocks += owners * -(-each.elements // (BLOCK * owners))
-        size, self._vote_bytes = self._codec.block_bytes, 8 * vote
+        size, self._vote_bytes = self.codec.block_bytes, 8 * vote
         self._bytes = blocks // owners * size  # that a worker owns
         device = sections[0].stream.device if sections else wire.team.communicator.control_device
         self._sent = torch.zeros(blocks, size, dtype=torch.uint8, device=device)
+        self.kernels: Any = None
+        if all(each.stream.dtype == torch.float32 for each in sections):
+            self.kernels = triton_kernels(device, wire.precision)
+        if self.kernels is not None:
+            self.flag = to_device(torch.ones((), dtype=torch.bool, device="cpu"), device)
         self._summands: list[Tensor] = []  # encoded: two updates, or one sum of two stages
         self._contributes = True
+
+    def encoded(self, index: int, start: int, count: int) -> tuple[Tensor, list[Tensor]]:
+        """Return rows of this worker's update, and those whose sum is the sum of the updates."""
+        rows = self._rows(index, start, count)
+        return self._sent[rows], [each[rows] for each in self._summands]
 
     def _rows(self, index: int, start: int, count: int) -> slice:
         """Return the blocks that contain ``count`` numbers of a section."""
@@ -265,12 +290,13 @@ class QuantizedMessage(Message):
             whole[:count] = values
             values = whole
         rows = self._sent[self._rows(index, start, count)]
-        self._codec.encode(values, rows, keep_error=stream.residual is not None)
+        self.codec.encode(values, rows, keep_error=stream.residual is not None)
 
     @override
-    def finite(self) -> bool:
-        """Return False if a scale is NaN. A GPU is read once."""
-        return not bool(self._sent[:, :4].contiguous().view(torch.float32).isnan().any())
+    def finite(self) -> Tensor:
+        if self.kernels is not None:
+            return self.flag
+        return ~self._sent[:, :4].view(torch.float32).isnan().any()
 
     @override
     def clear(self) -> None:
@@ -278,14 +304,15 @@ class QuantizedMessage(Message):
         self._contributes = False
 
     @override
-    def start(self, vote: Sequence[float] | None) -> Future[Any]:
-        assert len(vote or ()) * 8 == self._vote_bytes
+    def start(self, vote: Tensor | None, send: Tensor | bool = True) -> Future[Any]:
+        assert (0 if vote is None else vote.numel() * 8) == self._vote_bytes
         team, sent = self._wire.team, self._sent
         rows = sent.new_empty(self._owners, self._bytes + self._vote_bytes)
-        self._blocks(rows).copy_(sent.view(-1, self._owners, sent.shape[1]).transpose(0, 1))
-        if vote:
-            numbers = torch.tensor(vote, dtype=torch.float64, device="cpu").view(torch.uint8)
-            rows[:, self._bytes :] = numbers.to(sent.device)
+        blocks = sent.view(-1, self._owners, sent.shape[1]).transpose(0, 1)
+        torch.mul(blocks, send, out=self._blocks(rows))
+        if vote is not None:
+            vote = vote if vote.device == sent.device else to_device(vote, sent.device)
+            rows[:, self._bytes :] = vote.view(torch.uint8)
         flat = rows.view(-1)
         if self._single:
             return team.communicator.gather(flat, what=self.what).then(self._store_updates)
@@ -297,34 +324,37 @@ class QuantizedMessage(Message):
 
     def _blocks(self, rows: Tensor) -> Tensor:
         """Return the encoded blocks in rows of bytes: [rows, blocks, bytes of a block]."""
-        blocks: Tensor = rows[:, : self._bytes].unflatten(1, (-1, self._codec.block_bytes))
+        blocks: Tensor = rows[:, : self._bytes].unflatten(1, (-1, self.codec.block_bytes))
         return blocks
 
     def _store_updates(self, rows: list[Tensor]) -> None:
-        received = torch.stack(rows)
-        self._read_votes(received)
-        self._summands = [*self._blocks(received)]
+        self._read_votes(rows)
+        self._summands = [self._blocks(row[None])[0] for row in rows]
 
-    def _read_votes(self, received: Tensor) -> None:
+    def _read_votes(self, received: Iterable[Tensor]) -> None:
         if self._vote_bytes:
-            votes = received[:, self._bytes :].cpu().contiguous()
+            votes = torch.stack([row[self._bytes :] for row in received]).cpu()
             self.votes = votes.view(torch.float64).tolist()
 
     def _start_second(self, received: Tensor) -> Future[list[Tensor]]:
         """Add up the blocks that this worker owns, and send the sums. For a background thread."""
-        codec, owners = self._codec, self._owners
+        codec, owners = self.codec, self._owners
         received = received.view(owners, -1)
         self._read_votes(received)
         updates = self._blocks(received)
-        out = updates.new_zeros(updates.shape[1:])
         sections = [*zip(self.sections, self._firsts, strict=True)]
         if not (self._contributes or bool(updates.any())):
             sections.clear()  # all updates are zero: a later sum contains the errors
+        allocate = updates.new_empty if sections else updates.new_zeros
+        out = allocate(updates.shape[1:])
         for (stream, start, stop), first in sections:
             assert stream.errors is not None
             first, count = first // owners, -(-(stop - start) // (BLOCK * owners))
             errors = stream.errors[start // owners :]
             rows = out[first : first + count]
+            if self.kernels is not None:
+                self.kernels.add_up(updates[:, first : first + count], errors, rows, codec.bits)
+                continue
             for some, numbers in pieces(rows):
                 part = errors[numbers]
                 for update in updates:
@@ -334,15 +364,15 @@ class QuantizedMessage(Message):
         return self._wire.duplicate.gather(out.view(-1), what=self.what)
 
     def _store_sums(self, rows: list[Tensor]) -> None:
-        owned = [row.view(-1, self._codec.block_bytes) for row in rows]
+        owned = [row.view(-1, self.codec.block_bytes) for row in rows]
         self._summands = [torch.stack(owned, 1).flatten(0, 1)]
 
     @override
     def read(self, index: int, start: int, total: Tensor, sent: Tensor | None = None) -> None:
-        rows = self._rows(index, start, total.numel())
+        update, summands = self.encoded(index, start, total.numel())
         if sent is not None:
-            self._decode([self._sent[rows]], sent)
-        self._decode([each[rows] for each in self._summands], total)
+            self._decode([update], sent)
+        self._decode(summands, total)
 
     def _decode(self, summands: Sequence[Tensor], out: Tensor) -> None:
         """out ← the sum of encoded blocks, added in their order."""
@@ -350,7 +380,7 @@ class QuantizedMessage(Message):
         if out.dtype != torch.float32 or out.device != self._sent.device:
             total = torch.empty(len(out), dtype=torch.float32, device=self._sent.device)
         for index, rows in enumerate(summands):
-            self._codec.decode(rows, total, add=index > 0)
+            self.codec.decode(rows, total, add=index > 0)
         if total is not out:
             out.copy_(total)
 

@@ -115,7 +115,7 @@ class SparseMessage(Message):
         self._contributes = False
 
     @override
-    def start(self, vote: Sequence[float] | None) -> Future[Any]:
+    def start(self, vote: Tensor | None, send: Tensor | bool = True) -> Future[Any]:
         futures: list[Future[Any]] = []
         self._sums = [torch.empty(0)] * len(self._errors)
         for index, (error, vectors) in enumerate(zip(self._errors, self._formats, strict=True)):

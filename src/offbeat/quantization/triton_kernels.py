@@ -1,14 +1,15 @@
-"""A study: Triton kernels that encode an update, add up updates, move P, and move x.
+"""Triton kernels that encode updates, add them up, move P, and add to x, on a GPU.
 
-The library does not use them yet: no GPU was at hand to run them on. Each kernel is one launch,
-whatever the number of tensors and workers, and no launch waits for the GPU. A program of a kernel
-handles one block of 512 numbers. All kernels round after each operation, in the order of the loops
-in ``offbeat/quantization/kernels.py`` and of the torch operations. So the three give the same bits,
-except for the squares. Products and sums are not fused, and sums of a block are folded.
+Each function is one launch, whatever the number of tensors and workers, and none waits for the GPU.
+A program of a kernel handles one block of 512 numbers. All kernels round after each operation, in
+the order of the compiled loops in ``kernels.py`` and of the torch operations, so all three give the
+same bits. Therefore products and sums are not fused, and sums of a block are folded.
+
+Only ``kernels.triton_kernels`` imports this module, because Triton may be missing.
 """
 
 # Constants of Triton are written in capitals.
-# ruff: noqa: N803
+# ruff: noqa: N803, SIM300
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from offbeat.quantization.block_format import (
     TERNARY_BYTES,
     TERNARY_THRESHOLD,
 )
+from offbeat.quantization.kernels import to_device
 
 # Kernels read global variables only if these are constants of Triton.
 _BLOCK = tl.constexpr(BLOCK)
@@ -35,15 +37,15 @@ _TERNARY_THRESHOLD = tl.constexpr(TERNARY_THRESHOLD)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)  # see the compiled loops
 
-DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-"""The dtypes of parameters that the kernels read and write."""
+_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class Table(NamedTuple):
-    """Addresses of the numbers of several tensors that form one vector.
+    """Addresses of the numbers of several tensors that form one vector, x.
 
     Attributes:
-        tensors: The tensors, contiguous and of one dtype. The table keeps their memory alive.
+        tensors: The tensors: 1-D, contiguous, of one dtype: float32, float16 or bfloat16. The table
+            keeps their memory alive.
         entries: int64, [tensors, 3]: address, and first and last + 1 position in the vector.
         ranges: int32, [blocks, 2]: first and last + 1 tensor with numbers of each block.
     """
@@ -70,35 +72,29 @@ def make_table(tensors: Sequence[Tensor]) -> Table:
     )
 
 
-def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of ``numbers``, which are on the CPU. Does not wait for a GPU."""
-    if device.type == "cuda":  # only a copy from pinned memory does not wait
-        numbers = numbers.pin_memory()
-    return numbers.to(device, non_blocking=True)
-
-
-def encode(table: Table, shared: Tensor, rows: Tensor, bits: int) -> None:
-    """rows ← Q(x − P), as ``kernels.encode`` does.
+def encode(
+    table: Table, error: Tensor | None, shared: Tensor, rows: Tensor, finite: Tensor, bits: int
+) -> None:
+    """rows ← Q(x − error − P), as ``kernels.encode`` does.
 
     Args:
         table: x.
+        error: Rounding error of x, bfloat16, 1-D; None if there is none.
         shared: P: float32, 1-D.
         rows: Output: uint8, [blocks, bytes]. The last block is filled up with zeros.
+        finite: bool, one element. Becomes False if a number is NaN or infinite.
         bits: Bits of an integer: 8, 4 or 2.
     """
-    dtype = DTYPES[table.tensors[0].dtype]
-    places = table.entries, table.ranges
-    _launch(_encode, rows, *places, shared, rows, len(shared), rows.stride(0), dtype, bits)
+    tensors = *_places(table, error, shared), shared, rows, finite
+    options = error is not None, _DTYPES[table.tensors[0].dtype], bits
+    _launch(_encode, rows, *tensors, len(shared), rows.stride(0), *options)
 
 
 def add_up(updates: Tensor, errors: Tensor, rows: Tensor, bits: int) -> None:
     """rows ← Q(errors + the sum of the updates);  errors ← the quantization errors.
 
-    Args:
-        updates: Encoded updates: uint8, [workers, blocks, bytes]. They are added in this order.
-        errors: float32, 1-D, whole blocks.
-        rows: Output: uint8, [blocks, bytes].
-        bits: Bits of an integer: 8, 4 or 2.
+    ``updates`` are encoded: uint8, [workers, blocks, bytes], and are added in this order.
+    ``errors`` is float32, 1-D, with at least as many blocks as ``rows``.
     """
     workers, stride = len(updates), updates.stride(0)
     _launch(_add_up, rows, updates, stride, errors, rows, workers, rows.stride(0), bits)
@@ -111,9 +107,7 @@ def move(
     weight: float,
     shared: Tensor,
     velocity: Tensor,
-    momentum: float,
-    direct: float,
-    lookahead: float,
+    factors: tuple[float, float, float],
     bits: int,
 ) -> Tensor:
     """Move P by the mean of the updates, as ``kernels.land`` does.  shift ← Δ − u.
@@ -122,43 +116,35 @@ def move(
         summands: One or two encoded vectors, whose sum is that of the updates: uint8, each
             [blocks, bytes]. The rows of a vector follow each other in memory.
         sent: u, encoded in the same way.
-        shift: Output: float32, 1-D. May end inside a block.
-        weight: Sum of the weights of all workers.
-        shared: P. Updated in place.
-        velocity: v, updated in place. If it is empty, Δ = direct·D.
-        momentum: Factor of the old v.
-        direct: Factor of D in Δ.
-        lookahead: Factor of v in Δ.
+        shift: Output, float32, 1-D.
+        weight: As in ``kernels.land``, like ``shared`` and ``velocity``.
+        shared: P.
+        velocity: v.
+        factors: ``momentum``, ``direct`` and ``lookahead`` of ``kernels.land``.
         bits: Bits of an integer: 8, 4 or 2.
 
     Returns:
-        ‖D‖² and ‖u‖² of each block: float64, [blocks, 2], on the GPU.
+        ‖D‖² and ‖u‖² of each block: float32, [blocks, 2].
     """
-    squares = torch.empty(len(sent), 2, dtype=torch.float64, device=shift.device)
-    vectors = shift, shared, velocity if len(velocity) else shared, squares
-    factors = 1 / weight, momentum, direct, lookahead
-    several, some = len(summands) == 2, len(velocity) > 0
+    squares = torch.empty(len(sent), 2, dtype=torch.float32, device=shift.device)
+    vectors = summands[0], summands[-1], sent, shift, shared, velocity, squares
     sizes = len(shift), sent.stride(0)
-    _launch(
-        _move,
-        sent,
-        summands[0],
-        summands[-1],
-        sent,
-        *vectors,
-        *factors,
-        *sizes,
-        several,
-        some,
-        bits,
-    )
+    several = len(summands) == 2, len(velocity) > 0
+    _launch(_move, sent, *vectors, 1 / weight, *factors, *sizes, *several, bits)
     return squares
 
 
-def add(table: Table, values: Tensor) -> None:
-    """Add ``values`` (float32, 1-D) to the vector of ``table``, computed in float32."""
-    dtype = DTYPES[table.tensors[0].dtype]
-    _launch(_add, table.ranges, table.entries, table.ranges, values, len(values), dtype)
+def add(table: Table, error: Tensor | None, values: Tensor) -> None:
+    """Add ``values`` (float32, 1-D) to the vector of ``table``, computed in float32.
+
+    ``error`` is the rounding error of x, as in ``encode``. It is subtracted from x, and replaced.
+    """
+    options = error is not None, _DTYPES[table.tensors[0].dtype]
+    _launch(_add, table.ranges, *_places(table, error, values), values, len(values), *options)
+
+
+def _places(table: Table, error: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return table.entries, table.ranges, unused if error is None else error
 
 
 def _launch(kernel: Any, blocks: Tensor, *arguments: Any) -> None:
@@ -170,16 +156,30 @@ def _launch(kernel: Any, blocks: Tensor, *arguments: Any) -> None:
 
 @triton.jit
 def _encode(
-    entries, ranges, shared, rows, elements, width, DTYPE: tl.constexpr, BITS: tl.constexpr
+    entries,
+    ranges,
+    error,
+    shared,
+    rows,
+    finite,
+    elements,
+    width,
+    ERROR: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64)
     numbers = block * _BLOCK + tl.arange(0, _BLOCK)
+    inside = numbers < elements
     x = tl.zeros((_BLOCK,), tl.float32)
     for index in range(tl.load(ranges + 2 * block), tl.load(ranges + 2 * block + 1)):
         address, here = _place(entries, index, numbers, DTYPE)
         x = tl.where(here, tl.load(address, mask=here, other=0.0).to(tl.float32), x)
-    x -= tl.load(shared + numbers, mask=numbers < elements, other=0.0)
-    _quantize(x, rows + block * width, BITS)
+    if ERROR:
+        x -= tl.load(error + numbers, mask=inside, other=0.0).to(tl.float32)
+    x -= tl.load(shared + numbers, mask=inside, other=0.0)
+    _, usual = _quantize(x, rows + block * width, BITS)
+    tl.store(finite, usual, mask=usual == 0)  # all programs that write, write the same
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def _add_up(updates, stride, errors, rows, workers, width, BITS: tl.constexpr):
     for _ in range(workers):
         total += _decode(row, BITS)
         row += stride
-    error = _quantize(total, rows + block * width, BITS)
+    error, _ = _quantize(total, rows + block * width, BITS)
     tl.store(errors + numbers, error)
 
 
@@ -235,14 +235,37 @@ def _move(
 
 
 @triton.jit
-def _add(entries, ranges, values, elements, DTYPE: tl.constexpr):
+def _add(entries, ranges, error, values, elements, ERROR: tl.constexpr, DTYPE: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     numbers = block * _BLOCK + tl.arange(0, _BLOCK)
-    value = tl.load(values + numbers, mask=numbers < elements)
+    inside = numbers < elements
+    value = tl.load(values + numbers, mask=inside, other=0.0)
+    if ERROR:
+        before = tl.load(error + numbers, mask=inside, other=0.0).to(tl.float32)
     for index in range(tl.load(ranges + 2 * block), tl.load(ranges + 2 * block + 1)):
         address, here = _place(entries, index, numbers, DTYPE)
-        x = tl.load(address, mask=here).to(tl.float32)
-        tl.store(address, (x + value).to(DTYPE), mask=here)
+        x = tl.load(address, mask=here, other=0.0).to(tl.float32)
+        if ERROR:
+            x -= before
+        x += value
+        rounded = _rounded(x, DTYPE)
+        tl.store(address, rounded, mask=here)
+        if ERROR:
+            after = rounded.to(tl.float32) - x
+            after = tl.where(tl.abs(after) < float("inf"), after, 0.0)
+            tl.store(error + numbers, _rounded(after, tl.bfloat16), mask=here)
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """Return float32 numbers in another dtype. Ties go to even."""
+    if DTYPE == tl.bfloat16:  # with integers, because Triton's interpreter rounds towards zero
+        bits = x.to(tl.int32, bitcast=True)
+        bits = bits + 0x7FFF + (bits >> 16 & 1) >> 16
+        bits = tl.where(x == x, bits, 0x7FC0)  # NaN
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
 
 
 @triton.jit
@@ -265,7 +288,7 @@ def _folded(x):
 
 @triton.jit
 def _quantize(x, row, BITS: tl.constexpr):
-    """Store a block of numbers as a row. Returns the quantization errors."""
+    """Store a block of numbers as a row. Returns the quantization errors, and if all are finite."""
     absolute = tl.abs(x)
     pattern = tl.max(absolute.to(tl.int32, bitcast=True), axis=0)  # ignores no NaN
     finite = pattern < _INFINITY_BITS
@@ -294,7 +317,8 @@ def _quantize(x, row, BITS: tl.constexpr):
     integers = tl.where(usual, integers, 0)
     tl.store(row.to(tl.pointer_type(tl.float32)), scale)
     _pack(integers, row + 4, BITS)
-    return tl.where(finite, x - integers.to(tl.float32) * tl.where(usual, scale, 0.0), 0.0)
+    error = tl.where(finite, x - integers.to(tl.float32) * tl.where(usual, scale, 0.0), 0.0)
+    return error, finite
 
 
 @triton.jit

@@ -1,0 +1,267 @@
+"""A double of a GPU: tensors that are in the memory of the CPU, and say that they are on a GPU.
+
+It counts the kernels that Offbeat launches, and the calls in which its host would wait for the GPU.
+It cannot show what kernels compute on a GPU, what they cost, or races between streams.
+"""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import offbeat
+from offbeat.quantization import message
+from offbeat.quantization.block_format import BLOCK
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.kernels import land
+
+CUDA = torch.device("cuda", 0)
+PACKAGE = Path(offbeat.__file__).parent
+ELSEWHERE = {"simulate", "transport"}  # the simulator computes sums with torch
+READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
+WAITING_OPERATIONS = {"nonzero", "masked_select", "equal", "is_nonzero", "_local_scalar_dense"}
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "resize_"}
+
+
+class GpuTensor(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = CUDA
+    is_cuda, is_cpu = True, False
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), function.__name__
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in READS or name == "cpu" or _device_in(name, args, kwargs) == "cpu":
+                gpu.note("wait", name)
+                host = args[0].as_subclass(Tensor)
+                return getattr(host, name)(*args[1:], **kwargs)
+            tensors = [a for a in args if isinstance(a, Tensor) and a.dim() and a.numel()]
+            mixed = len({t.is_cuda for t in tensors}) == 2
+            pinned = getattr(tensors[-1] if tensors else None, "pinned", False)
+            waits = mixed and not (pinned and kwargs.get("non_blocking"))
+            if waits and name in ("copy_", "__setitem__"):
+                gpu.note("wait", f"{name} between host and GPU")
+        with _Kernels():
+            return super().__torch_function__(function, types, args, kwargs)
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts what would be kernels."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name, (first, *_) = operation._schema.name.removeprefix("aten::"), operation._schema.returns
+        view = first.alias_info is not None and not first.alias_info.is_write
+        masked = name.startswith("index") and any(
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+        )
+        if masked or name in WAITING_OPERATIONS:
+            gpu.note("wait", name)
+        if not view and name not in ALLOCATIONS:
+            gpu.note("kernel", name)
+        return operation(*args, **(kwargs or {}))
+
+
+def _device_in(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Return the type of the device in the arguments of ``Tensor.to``."""
+    for value in (*args, kwargs.get("device")) if name == "to" else ():
+        if isinstance(value, str | torch.device):
+            return torch.device(value).type
+    return None
+
+
+class Gpu:
+    """What Offbeat does with the GPU.
+
+    Attributes:
+        training: Threads in which the training runs. The others are background threads.
+        counts: Number of events, by kind ("kernel", "wait"), name and place.
+        on: True while events are counted.
+    """
+
+    def __init__(self) -> None:
+        self.training: set[int] = set()
+        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.on = False
+
+    def note(self, kind: str, name: str) -> None:
+        """Count an event, if Offbeat caused it. In the background it may wait."""
+        if not self.on or (kind == "wait" and threading.get_ident() not in self.training):
+            return
+        frame = sys._getframe(1)
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(PACKAGE):
+                folder, *_ = path.relative_to(PACKAGE).parts
+                if folder not in ELSEWHERE:
+                    self.counts[kind, name, f"{path.name}:{frame.f_lineno}"] += 1
+                return
+            frame = frame.f_back
+
+    def total(self, kind: str) -> int:
+        """Return the number of events of a kind."""
+        return sum(number for (found, _, _), number in self.counts.items() if found == kind)
+
+
+gpu = Gpu()
+
+
+def on_gpu(tensor: Tensor) -> GpuTensor:
+    """Return the tensor itself, as one on the GPU."""
+    return tensor.as_subclass(GpuTensor)
+
+
+def move_to_gpu(model: nn.Module) -> None:
+    """Replace the parameters and the buffers of ``model``."""
+    for module in model.modules():
+        for name, value in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(on_gpu(value.detach())))
+        for name, value in [*module.named_buffers(recurse=False)]:
+            module.register_buffer(name, on_gpu(value))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Let torch make and copy tensors on this GPU. Returns a new ``Gpu``."""
+    global gpu
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(message, "triton_kernels", lambda device, precision: None)
+    for name in ("empty", "zeros", "ones", "full", "tensor", "as_tensor"):
+        monkeypatch.setattr(torch, name, _factory(getattr(torch, name)))
+    monkeypatch.setattr(Tensor, "pin_memory", _pinned)
+    monkeypatch.setattr(Tensor, "to", _to(Tensor.to))
+    return gpu
+
+
+def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def on_any_device(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.device(kwargs.get("device") or "cpu").type != "cuda":
+            return make(*args, **kwargs)
+        if make.__name__ in ("tensor", "as_tensor"):
+            gpu.note("wait", f"{make.__name__} from the host")
+        elif make.__name__ != "empty":
+            gpu.note("kernel", make.__name__)
+        return on_gpu(make(*args, **{**kwargs, "device": "cpu"}))
+
+    return on_any_device
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    pinned = tensor.clone()
+    pinned.pinned = True  # type: ignore[attr-defined]
+    return pinned
+
+
+def _to(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if _device_in("to", args, kwargs) != "cuda":
+            return plain(tensor, *args, **kwargs)
+        if isinstance(tensor, GpuTensor):
+            return tensor
+        if not (getattr(tensor, "pinned", False) and kwargs.get("non_blocking")):
+            gpu.note("wait", "to the GPU")
+        return on_gpu(tensor.clone())
+
+    to.__name__ = "to"
+    return to
+
+
+# -- the Triton kernels ---------------------------------------------------------------------------
+
+
+def install_kernels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Replace the Triton kernels by doubles with their results. Returns the number of launches."""
+    launches: Counter[str] = Counter()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any) -> Any:
+            gpu.note("kernel", function.__name__)
+            launches[function.__name__] += 1
+            on, gpu.on = gpu.on, False
+            try:
+                return function(*args)
+            finally:
+                gpu.on = on
+
+        return launch
+
+    doubles = {f.__name__: counted(f) for f in (encode, add_up, move, add)}
+    kernels = SimpleNamespace(make_table=list, **doubles)
+    monkeypatch.setattr(message, "triton_kernels", lambda device, precision: kernels)
+    return launches
+
+
+def _codec(bits: int) -> Any:
+    return next(kind() for kind in CODECS.values() if kind.bits == bits)
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Tensor)
+
+
+def encode(
+    table: list[Tensor],
+    error: Tensor | None,
+    shared: Tensor,
+    rows: Tensor,
+    finite: Tensor,
+    bits: int,
+) -> None:
+    values = torch.zeros(len(rows) * BLOCK)
+    values[: len(shared)] = torch.cat([_host(t) for t in table]).float()
+    if error is not None:
+        values[: len(shared)] -= _host(error)
+    values[: len(shared)] -= _host(shared)
+    _host(finite).logical_and_(values.isfinite().all())
+    _codec(bits).encode(values, _host(rows))
+
+
+def add_up(updates: Tensor, errors: Tensor, rows: Tensor, bits: int) -> None:
+    total = _host(errors)[: len(rows) * BLOCK]
+    for update in _host(updates):
+        _codec(bits).decode(update.contiguous(), total, add=True)
+    encoded = torch.empty(rows.shape, dtype=torch.uint8)
+    _codec(bits).encode(total, encoded)
+    _host(rows).copy_(encoded)
+
+
+def move(
+    summands: Sequence[Tensor],
+    sent: Tensor,
+    shift: Tensor,
+    weight: float,
+    shared: Tensor,
+    velocity: Tensor,
+    factors: tuple[float, float, float],
+    bits: int,
+) -> Tensor:
+    for index, rows in enumerate(summands):
+        _codec(bits).decode(_host(rows).contiguous(), _host(shift), add=index > 0)
+    own, squares = torch.empty(len(shift)), torch.zeros(len(sent), 2, dtype=torch.float64)
+    _codec(bits).decode(_host(sent).contiguous(), own)
+    for block in range(len(sent)):
+        some = slice(block * BLOCK, (block + 1) * BLOCK)
+        vectors = [_host(t)[some].numpy() for t in (shift, own, shared, velocity)]
+        land(*vectors[:2], weight, *vectors[2:], *factors, squares[block].numpy())
+    return on_gpu(squares)
+
+
+def add(table: list[Tensor], error: Tensor | None, values: Tensor) -> None:
+    assert error is None, "this double cannot round"
+    for target, change in zip(table, values.split([len(t) for t in table]), strict=True):
+        _host(target).add_(_host(change))
