@@ -19,6 +19,7 @@ is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
 - ``adam``: strategies with and without longer steps of Adam.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others. The
   settings are the defaults.
+- ``stored``: streaming averaging with the global model in float32 and in bfloat16, not tuned.
 - ``skewed``: strategies with three of ten labels on each worker, not tuned, in virtual time.
 - ``uneven``: strategies for workers of unequal speed, tuned with the same number of trials, in
   virtual time. All methods lease the data, so that faster workers take more of it.
@@ -180,6 +181,15 @@ SKEWED = (
     *("local:period=2 --wire int4", "bsp --wire int4"),
 )
 """Methods of ``skewed``."""
+STORED = (
+    "ideal",
+    *(
+        f"streaming{dtype}{wire}"
+        for dtype in ("", ":stored=bfloat16")
+        for wire in ("", " --wire int4")
+    ),
+)
+"""Methods of ``stored``."""
 DIES_AT, JOINS_AT = 20, 80
 """Steps after which the last worker dies and another one joins, at the usual time of a step. The
 ideal takes about 200."""
@@ -263,6 +273,8 @@ class Cell:
             return [*UNEVEN]
         if self.study == "skewed":
             return [*SKEWED]
+        if self.study == "stored":
+            return [*STORED]
         if self.study.startswith("elastic"):
             return [at_rate(method, UNEVEN_RATE) for method in ELASTIC]
         if self.study == "adam":
@@ -371,6 +383,7 @@ CELLS = (
     Cell("adam", "transformer", "50Mbit/s"),
     *(Cell("features", name, "50Mbit/s") for name in FEATURES),
     Cell("skewed", "cnn", "50Mbit/s"),
+    *(Cell("stored", name, "50Mbit/s") for name in ("cnn", "transformer")),
     *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
     *(Cell("many", name, link, workers=n, workers_per_node=k) for name, link, n, k in MANY),
     *(Cell("uneven", "mlp", "50Mbit/s", speeds=speeds) for speeds in SPEEDS),

@@ -161,6 +161,7 @@ class Averager(Flow):
                 [parameter for _, parameter in worker.replica.parameters],
                 shared=self._stores and index == place,
                 velocity=velocity and index == place,
+                stored=averages.stored,
                 share=Share(index, team.models_per_node),
             )
             for index in range(team.models_per_node)

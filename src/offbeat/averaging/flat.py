@@ -223,18 +223,21 @@ class Space:
 
     Attributes:
         x: The parameters.
-        P: The global model, 1-D; None if it is not stored.
-        v: Velocity of the outer step, 1-D; None if there is none.
+        P: The global model, 1-D; None if it is not stored. bfloat16 if ``stored`` says so, else of
+            the dtype of ``x``.
+        v: Velocity of the outer step, like ``P``; None if there is none.
         error: Rounding error of x at its last landing, bfloat16, 1-D; None if x is not rounded.
             Without it, landings would lose changes below half a unit in the last place of x.
         stream: Quantization errors of the sums of updates.
     """
 
-    def __init__(self, x: Flat, *, shared: bool, velocity: bool) -> None:
+    def __init__(self, x: Flat, *, shared: bool, velocity: bool, stored: str = "float32") -> None:
         self.x = x
         self.error: Tensor | None = None
-        self.P = x.copy() if shared else None
-        self.v = torch.zeros(x.elements, dtype=x.dtype, device=x.device) if velocity else None
+        short = stored == "bfloat16" and x.dtype == torch.float32
+        dtype = torch.bfloat16 if short else x.dtype
+        self.P = x.copy().to(dtype) if shared else None
+        self.v = torch.zeros(x.elements, dtype=dtype, device=x.device) if velocity else None
         self.stream = Stream(x.elements, x.dtype, x.device)
 
     def make_error(self) -> None:
@@ -301,12 +304,13 @@ class Slice:
             yield Slice(self.space, start, min(start + step, self.stop))
 
 
-def make_spaces(
-    tensors: Iterable[Tensor], *, shared: bool, velocity: bool, share: Share = WHOLE
-) -> list[Space]:
-    """Return the tensors in one space for each dtype and device. Empty tensors are left out."""
+def make_spaces(tensors: Iterable[Tensor], share: Share = WHOLE, **stores: Any) -> list[Space]:
+    """Return the tensors in one space for each dtype and device. Empty tensors are left out.
+
+    ``stores`` are the further arguments of ``Space``.
+    """
     flats = make_flats(tensors, share, in_memory_order=True)
-    return [Space(x, shared=shared, velocity=velocity) for x in flats]
+    return [Space(x, **stores) for x in flats]
 
 
 def cut(spaces: Sequence[Space], parts: int, unit: int = 1) -> list[list[Slice]]:

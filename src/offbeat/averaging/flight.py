@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.averaging.flat import Slice, joined
+from offbeat.averaging.flat import Slice, Space, joined
 from offbeat.averaging.model_mean import BufferMean
 from offbeat.averaging.votes import Vote
 from offbeat.quantization.kernels import kernels_for
@@ -133,12 +133,12 @@ class Flight:
             for piece in whole.pieces():
                 yield (index, piece.start - self.sections[index].start), piece, step
 
-    def _fused(self) -> QuantizedMessage | None:
+    def _fused(self, space: Space) -> QuantizedMessage | None:
         """Return the message if Triton kernels encode and land it, else None."""
-        message = self.message
-        if isinstance(message, QuantizedMessage) and message.kernels is not None:
-            return message
-        return None
+        message, P = self.message, space.P
+        if not isinstance(message, QuantizedMessage) or message.kernels is None:
+            return None
+        return message if P is None or P.dtype == torch.float32 else None
 
     # -- launch ----------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Flight:
 
     def _pack(self, place: Place, piece: Slice, *, check: bool) -> None:
         space, (start, stop) = piece.space, (piece.start, piece.stop)
-        fused = self._fused()
+        fused = self._fused(space)
         if fused is not None and space.P is not None:
             table, error, _ = space.table(start, stop, fused.kernels)
             (rows, _), bits = fused.encoded(*place, len(piece)), fused.codec.bits
@@ -200,7 +200,7 @@ class Flight:
         self._add_values(piece, self._shift(place, piece))
 
     def _add_values(self, piece: Slice, values: Tensor) -> None:
-        fused = self._fused()
+        fused = self._fused(piece.space)
         piece.space.add(piece.start, values, None if fused is None else fused.kernels)
 
     def move_and_add(self, *, overwrite: bool) -> None:
@@ -220,6 +220,7 @@ class Flight:
         if space.P is not None:
             self._move(place, piece, step, shift)
             shared = space.P[piece.start : piece.stop]
+            overwrite &= shared.dtype == shift.dtype
         else:
             shared, sent = torch.empty_like(shift), torch.empty_like(shift)
             self.message.read(*place, shared, sent)
@@ -260,9 +261,10 @@ class Flight:
         """Move P and v of a piece.  shift ← Δ − u."""
         space, total = piece.space, self.total()
         assert space.P is not None
-        shared = space.P[piece.start : piece.stop]
-        velocity = shared[:0] if space.v is None else space.v[piece.start : piece.stop]
-        fused = self._fused()
+        P = space.P[piece.start : piece.stop]
+        v = P[:0] if space.v is None else space.v[piece.start : piece.stop]
+        shared, velocity = P.to(shift.dtype), v.to(shift.dtype)  # copies of bfloat16 numbers
+        fused = self._fused(space)
         if fused is not None:
             update, summands = fused.encoded(*place, len(piece))
             squares = fused.kernels.move(
@@ -281,6 +283,9 @@ class Flight:
         else:
             vectors = shared.numpy(), velocity.numpy()
             loops.land(shift.numpy(), sent.numpy(), total, *vectors, *step, self.squares)
+        if shared is not P:  # what this loses of Δ stays in x − P
+            P.copy_(shared)
+            v.copy_(velocity)
 
     def _apply(
         self,

@@ -69,6 +69,9 @@ class GlobalModel:
             waits at the end of steps for messages that are about to arrive. 0: it waits only at the
             bound.
         outer: Outer step, which determines Δ.
+        stored: Dtype in which a worker stores P and v: "float32" (more exactly, the dtype in which
+            it computes), or "bfloat16". x moves by the exact Δ, so x − P contains what the rounding
+            of P has lost, and the next update sends it.
         gradient_norm: True: the flow measures ``gradient_norm_squared`` of ``WorkerView`` in every
             step.
         error_feedback: True: the flow measures ``squares`` of ``WorkerView``, and if ``outer`` has
@@ -81,6 +84,7 @@ class GlobalModel:
     bound: float = math.inf
     patience: float = 0.05
     outer: Outer = Outer()
+    stored: Literal["float32", "bfloat16"] = "float32"
     gradient_norm: bool = False
     error_feedback: bool = False
 

@@ -100,6 +100,8 @@ class StreamingAveraging(Strategy):
             "auto" is 1, because longer local steps already make up for the shorter mean. With 1
             there is no v. Only "auto" divides the learning rates of SGD.
 
+        stored: Dtype of P and v: "float32" or "bfloat16" (docs/quantization.md has the cost).
+
     *Communication*: the updates of the parts, and the vote of each worker: twelve numbers in each
     message of the eager schedule, eleven for each launch of the cyclic one. Both overlap with
     computation.
@@ -122,6 +124,7 @@ class StreamingAveraging(Strategy):
     schedule: Literal["eager", "cyclic"] = "eager"
     patience: float = setting(_PATIENCE, least=0, most=0.5)
     outer_gain: float | Literal["auto"] = setting("auto", least=1)
+    stored: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,6 +154,7 @@ class StreamingAveraging(Strategy):
             patience=self.patience,
             # With any momentum above 0, ``outer_step`` is called and replaces this value.
             outer=Outer(momentum=float(self.outer_gain != 1)),
+            stored=self.stored,
             error_feedback=True,
         )
 
