@@ -135,10 +135,10 @@ class Flight:
 
     def _fused(self, space: Space) -> QuantizedMessage | None:
         """Return the message if Triton kernels encode and land it, else None."""
-        message, P = self.message, space.P
+        message = self.message
         if not isinstance(message, QuantizedMessage) or message.kernels is None:
             return None
-        return message if P is None or P.dtype == torch.float32 else None
+        return message if space.P is None or space.P.dtype == torch.float32 else None
 
     # -- launch ----------------------------------------------------------------------------------
 
@@ -261,9 +261,9 @@ class Flight:
         """Move P and v of a piece.  shift ← Δ − u."""
         space, total = piece.space, self.total()
         assert space.P is not None
-        P = space.P[piece.start : piece.stop]
-        v = P[:0] if space.v is None else space.v[piece.start : piece.stop]
-        shared, velocity = P.to(shift.dtype), v.to(shift.dtype)  # copies of bfloat16 numbers
+        some = slice(piece.start, piece.stop)
+        stored = space.P[some], space.P[:0] if space.v is None else space.v[some]
+        shared, velocity = (each.to(shift.dtype) for each in stored)  # copies of bfloat16 numbers
         fused = self._fused(space)
         if fused is not None:
             update, summands = fused.encoded(*place, len(piece))
@@ -283,9 +283,9 @@ class Flight:
         else:
             vectors = shared.numpy(), velocity.numpy()
             loops.land(shift.numpy(), sent.numpy(), total, *vectors, *step, self.squares)
-        if shared is not P:  # what this loses of Δ stays in x − P
-            P.copy_(shared)
-            v.copy_(velocity)
+        if shared is not stored[0]:  # what the rounding of P loses stays in x − P
+            stored[0].copy_(shared)
+            stored[1].copy_(velocity)
 
     def _apply(
         self,
