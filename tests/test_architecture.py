@@ -79,7 +79,7 @@ PRIVATE_ALLOWED = {
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2222, 1102),
     "src/offbeat/averaging": (3337, 1823),
-    "src/offbeat/checkpoint": (1000, 531),
+    "src/offbeat/checkpoint": (1004, 534),
     "src/offbeat/cli": (587, 321),
     "src/offbeat/data": (803, 393),
     "src/offbeat/display": (88, 42),
@@ -87,14 +87,14 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/integrations": (303, 178),
     "src/offbeat/launcher": (722, 393),
     "src/offbeat/nodes": (505, 285),
-    "src/offbeat/quantization": (1433, 827),
+    "src/offbeat/quantization": (1435, 827),
     "src/offbeat/simulate": (2263, 1207),
     "src/offbeat/strategies": (1334, 498),
     "src/offbeat/training": (2527, 1431),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9903, 5282),
     "benchmarks": (6596, 4135),
-    "tests": (35257,),
+    "tests": (35259,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
@@ -470,8 +470,10 @@ def test_all_modules_import() -> None:
     """Also those that no other test imports."""
     pytest.importorskip("typer")
     for path in [*MODULES, *LAB_MODULES]:
-        if path.parent.name == "integrations" and importlib.util.find_spec(path.stem) is None:
-            continue  # tests/frameworks needs its package
+        package = path.stem.removesuffix("_kernels")  # of which `make triton` needs one
+        optional = path.parent.name == "integrations" or package == "triton"
+        if optional and importlib.util.find_spec(package) is None:
+            continue  # tests/frameworks needs the others
         importlib.import_module(module_name(path))
 
 

@@ -1,8 +1,8 @@
-"""What averaging costs on a GPU: a GPT-2-small in bfloat16, whose workers share one GPU.
+"""What averaging costs on a GPU: GPT-2-small in bfloat16, trained by workers that share the GPU.
 
-``make gpu`` runs it on a machine with a GPU. Each method takes the same steps: alone (no
-communication, each process a model of its own), streaming averaging with default settings, and
-torch's DDP. ``--quick`` trains a small model, on the CPU if there is no GPU.
+``make gpu`` runs it on a machine with a GPU. It measures each codec first. Then each method takes
+the same steps: alone (each process trains its own model), streaming averaging with default
+settings, and torch's DDP. ``--quick`` trains a small model, on the CPU if there is no GPU.
 """
 
 import statistics
@@ -24,8 +24,8 @@ from offbeat_lab.recipes.models.transformers import next_token_loss
 
 METHODS = ("alone", "streaming", "ddp")
 WORKERS = (2, 4)
-STEPS, SKIPPED, COUNTED = 80, 30, 10
-BATCH, LENGTH = 8, 513
+STEPS, SKIPPED, PROFILED = 80, 30, 10
+BATCH, LENGTH = 8, 513  # 512 words and the one after them
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 """Names of the calls that start a kernel, and of those that wait for the GPU, in a profile."""
@@ -46,7 +46,7 @@ def train(
     seconds = []
     with ExitStack() as stack:
         profiler = None
-        for step in range(STEPS + COUNTED):
+        for step in range(STEPS + PROFILED):
             if step == STEPS and device == "cuda":
                 profiler = stack.enter_context(profile(activities=[ProfilerActivity.CUDA]))
             start = time.perf_counter()
@@ -60,7 +60,7 @@ def train(
     if profiler is not None:
         counts = {event.key: event.count for event in profiler.key_averages()}
         for name, keys in {"launches": LAUNCHES, "waits": WAITS}.items():
-            calls[name] = sum(counts.get(key, 0) for key in keys) / COUNTED
+            calls[name] = sum(counts.get(key, 0) for key in keys) / PROFILED
     details = {} if sync is None else {**sync.stats.details, "idle": sync.stats.idle}
     if sync is not None:
         sync.finish()
@@ -114,8 +114,8 @@ def _figures(
     ]
     details = ours[0]["details"]
     if details.get("landings"):
-        passes = (STEPS + COUNTED) * details["parts"] / details["landings"]
-        figures.append(("steps until the whole model is averaged", passes, "steps"))
+        passes = (STEPS + PROFILED) * details["parts"] / details["landings"]
+        figures.append(("steps a pass of the model", passes, "steps"))
     return [
         Result(
             "gpu",

@@ -40,5 +40,5 @@ def test_costs_on_a_gpu_are_tried_on_the_cpu(capsys: pytest.CaptureFixture[str])
     """A small model: each method trains, and streaming averages the model."""
     main(["gpu", "--quick"])
     out = capsys.readouterr().out
-    assert "streaming, 2 workers: steps until the whole model is averaged" in out
+    assert "streaming, 2 workers: steps a pass of the model" in out
     assert "ddp, 2 workers: longest step / median alone" in out

@@ -12,7 +12,7 @@ import logging
 import operator
 from collections.abc import Sequence
 
-from offbeat.averaging.votes import CALLS, NEVER_SHOWN, Round, Vote
+from offbeat.averaging.votes import CALLS, NO_CONSENSUS, Round, Vote
 from offbeat.averaging.worker import NonFinite, Worker
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.transport.future import Completed
@@ -20,8 +20,7 @@ from offbeat.transport.future import Completed
 logger = logging.getLogger("offbeat")
 _SECONDS = 5.0  # wait before the first warning; doubled for each further warning
 _STEPS = 10  # smallest number of steps by the other workers together before a warning
-# Calls in which a worker waits only together with workers in the same call. A worker in consensus()
-# also waits together with one in finish().
+# Bits of the calls that all workers must make together. Only consensus() and finish() may meet.
 _SAME_CALL = sum(CALLS.values()) - CALLS["consensus()"] - CALLS["finish()"]
 
 
@@ -31,7 +30,7 @@ class VoteCheck:
     Args:
         rank: Rank of this worker.
         policy: Argument ``non_finite`` of ``attach``.
-        optimizers: Class of each optimizer passed to ``attach``, by name.
+        optimizers: Names of the optimizers' classes, in the order given to ``attach``.
     """
 
     # Holds neither the flow nor the worker, because a round in progress holds this object and must
@@ -49,7 +48,7 @@ class VoteCheck:
 
         Raises:
             MismatchError: the workers step different optimizers, wait in calls that do not
-                belong together, or one left out a consensus. All workers raise it.
+                belong together, or a worker has finished without ``consensus()``. All raise it.
             OffbeatError: the workers are in different rounds, or the policy is "raise", and a
                 worker reports non-finite values.
         """
@@ -101,15 +100,16 @@ class VoteCheck:
     def _require_consensus(self, votes: Sequence[Vote]) -> None:
         """Raise MismatchError if a worker has ended training and left out a consensus.
 
-        A worker whose data ends early takes part in the later consensus of the others. But if it
-        has more steps than they have and has never called ``consensus``, it never will.
+        A worker whose data ends early takes part in a later consensus of the others. But a worker
+        in ``finish`` with more steps than one of these, and without any ``consensus``, has passed
+        theirs.
         """
-        shown = [rank for rank, vote in enumerate(votes) if vote.is_in("consensus()")]
+        waiting = [rank for rank, vote in enumerate(votes) if vote.is_in("consensus()")]
         for rank, vote in enumerate(votes):
-            if shown and vote.is_in("finish()") and vote.has(NEVER_SHOWN):
-                first = min(shown, key=lambda other: votes[other].step)
+            if waiting and vote.is_in("finish()") and vote.has(NO_CONSENSUS):
+                first = min(waiting, key=lambda other: votes[other].step)
                 if vote.step > votes[first].step:
-                    advice = "call consensus() on every rank, and test sync.rank inside the context"
+                    advice = "call consensus() on every rank, and test sync.rank inside its block"
                     raise self._mismatch(votes, first, rank, advice)
 
     def _mismatch(self, votes: Sequence[Vote], one: int, other: int, advice: str) -> MismatchError:

@@ -23,7 +23,7 @@ CALLS = {
 # Further bits of ``Vote.call``:
 ALSO = 128  # the worker averages further modules (``also=…``)
 UNAVERAGED = 256  # tensors that training does not average have changed, or are new
-NEVER_SHOWN = 512  # the worker has never called consensus()
+NO_CONSENSUS = 512  # the worker has never called consensus()
 
 
 class Vote(NamedTuple):

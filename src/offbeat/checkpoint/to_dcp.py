@@ -1,5 +1,6 @@
 """Conversion of a checkpoint for ``torch.distributed.checkpoint`` (DCP)."""
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,11 @@ def to_dcp(checkpoints: Path, output: Path, step: int | None = None) -> int:
         for group in saved[0]["param_groups"]:
             groups += [{**group, "params": [_plain(names[index]) for index in group["params"]]}]
     optimizer = {"state": state, "param_groups": groups}
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        save({"model": model, "optimizer": optimizer}, checkpoint_id=output, no_dist=True)
+    partial = output.with_name(f"{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an attempt that failed
+    with warnings.catch_warnings(action="ignore"):  # DCP warns that there is no process group
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=partial, no_dist=True)
+    partial.rename(output)
     return key[0]
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of a GPU, if Triton is installed and they have the right bits there."""
+"""Selects the Triton kernels on a GPU, if they give the same bits there as torch operations."""
 
 import logging
 import os
@@ -18,8 +18,9 @@ logger = logging.getLogger("offbeat")
 def triton_kernels(device: torch.device, precision: str) -> Any | None:
     """Return the module ``triton_kernels.py`` for messages of ``precision``, tried on ``device``.
 
-    Returns None on a CPU, without Triton, or if ``OFFBEAT_KERNELS=0`` is set. Also None, with a
-    warning, if the kernels fail or have other bits than the torch operations. Waits for the GPU.
+    Returns None on another device than a GPU, without Triton, or if ``OFFBEAT_KERNELS=0`` is set.
+    Also None, with a warning, if the kernels fail or their results differ from those of the torch
+    operations. Waits for the GPU.
     """
     disabled = os.environ.get("OFFBEAT_KERNELS") == "0"
     if device.type != "cuda" or disabled or find_spec("triton") is None:
@@ -30,8 +31,8 @@ def triton_kernels(device: torch.device, precision: str) -> Any | None:
         _try(kernels, CODECS[precision](), device)
     except Exception as error:
         logger.warning(
-            "the Triton kernels fail (%s: %s), so slower torch operations quantize on %s; "
-            "OFFBEAT_KERNELS=0 avoids the attempt",
+            "the Triton kernels fail (%s: %s), so slower torch operations are used on %s; set "
+            "OFFBEAT_KERNELS=0 to silence this warning",
             type(error).__name__,
             str(error).partition("\n")[0],
             device,
@@ -66,4 +67,4 @@ def _try(kernels: Any, codec: Codec, device: torch.device) -> None:
     kernels.add(table, None, shift)
     pairs = (rows[:2], rows[2:], (total, errors), (moved, shared), (local, x))
     if not (bool(finite) and all(torch.equal(a, b) for a, b in pairs)):
-        raise ValueError("they have other bits than the torch operations")
+        raise ValueError("their results differ from those of the torch operations")

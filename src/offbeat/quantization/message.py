@@ -9,14 +9,14 @@ piece, when it is needed. Two kinds of messages have the same interface:
 
 A quantized sum takes two stages:
 
-1. All-to-all: the workers own the blocks in turn, and each sends worker k its update of the blocks
-   that k owns.
+1. All-to-all: of N workers, worker k owns the blocks k, k + N, k + 2N, …, and receives the updates
+   of these blocks from all workers.
 2. All-gather: worker k adds the received blocks in float32, quantizes the sum, and sends it to all
    workers.
 
-So each number is quantized only twice, and all workers decode the same bytes. A background thread
+So each number is quantized twice, and all workers decode the same bytes. A background thread
 starts the second stages, in the order in which the sums were started (``transport/stages.py``).
-They run on a duplicate (a second communicator), so that their order is independent of other
+They run on a second communicator (``Wire.duplicate``), so that their order is independent of other
 collectives.
 
 Two workers that average models need a single stage, in which each receives the update of the other.
@@ -153,7 +153,8 @@ class Message(ABC):
 
         Args:
             vote: Numbers about this worker: float64, 1-D. None: none are sent, by any worker.
-            send: False: sends the update zero. A tensor has one element, as that of ``finite``.
+            send: If False, or a tensor of one element that is False, zero is sent in place of the
+                update.
         """
 
     @abstractmethod
@@ -238,7 +239,7 @@ class QuantizedMessage(Message):
     Attributes:
         codec: Codec of the precision.
         kernels: The Triton kernels that encode and land the message; None: torch operations do.
-        flag: bool, one element. The kernels set it to False if the update is not finite.
+        flag: bool, one element. ``kernels.encode`` sets it to False if the update is not finite.
     """
 
     quantized = True

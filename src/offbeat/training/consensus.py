@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offbeat.averaging import Replica, Worker
 from offbeat.averaging.model_mean import copy_rank_0
-from offbeat.averaging.votes import ALSO, NEVER_SHOWN, UNAVERAGED, Round
+from offbeat.averaging.votes import ALSO, NO_CONSENSUS, UNAVERAGED, Round
 from offbeat.errors import (
     AttachError,
     CheckpointError,
@@ -55,7 +55,7 @@ class Consensus:
         self._comparison = TensorComparison(worker)
         self.ended = False
         self.complete = True
-        self._never_shown = True  # this worker has not called consensus()
+        self._no_consensus = True  # this worker has not called consensus()
         self._versions: list[int] = []  # see note_parameters
 
     def _retry(self, function: Callable[[], T]) -> T:
@@ -145,7 +145,7 @@ class Consensus:
         if also is not None:
             worker.call_bits += ALSO * bool(also.everything())
             worker.call_bits += UNAVERAGED * self._comparison.has_changed()
-            worker.call_bits += NEVER_SHOWN * self._never_shown
+            worker.call_bits += NO_CONSENSUS * self._no_consensus
         try:
             if self._iteration.node is not None:
                 self._iteration.node.average(0, stepping=False)
@@ -171,7 +171,7 @@ class Consensus:
         Returns the local values, for ``restore``.
         """
         local = self._retry(lambda: self._show(self._wait_for_all("consensus()", also), also))
-        self._never_shown = False
+        self._no_consensus = False
         return local
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
