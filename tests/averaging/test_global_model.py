@@ -99,6 +99,44 @@ def test_moves_of_one_worker_add_up_in_bfloat16(text: str, wire: str) -> None:
         assert [p.tolist() for p in shared] == [p.tolist() for p in found[0][1]]
 
 
+def take_small_turns(rank: int, size: int, text: str, wire: str) -> tuple[Tensor, list[Tensor]]:
+    """In each step one worker moves by 1/16 unit in float32. Returns the moves, and P and v."""
+    model = nn.Module()
+    start = 1.25 + torch.arange(4096) % 64 * UNIT
+    model.x = nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with attach(model, optimizer, text, wire=wire) as sync:
+        for number in range(96):
+            model.x.grad = torch.full_like(model.x, -UNIT / 16 * (number % size == rank))
+            optimizer.step()
+        sync.finish()
+        state = sync._iteration.flow.state
+    return (model.x.detach() - start) / UNIT, [*state.shared, *state.velocity]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wire"),
+    [("eager", "float32"), ("eager", "int2"), ("cyclic,staleness=4", "int2")],
+)
+def test_what_the_rounding_of_p_loses_is_sent_again(schedule: str, wire: str) -> None:
+    """P in bfloat16 cannot hold a landing of 1/64 unit. x holds it, and so do later updates."""
+    text = f"streaming:outer_gain=1,stored=bfloat16,schedule={schedule}"
+    found = run(take_small_turns, text, wire, workers=4)
+    for moved, (shared,) in found:
+        assert (moved - 96 / 4 / 16).abs().mean() <= (1e-3 if wire == "float32" else 0.05)
+        assert shared.dtype == torch.bfloat16
+        assert shared.equal(found[0][1][0])
+        distance = (shared.float() - 1.25 - torch.arange(4096) % 64 * UNIT) / UNIT - moved
+        assert distance.abs().max() <= 1
+
+
+def test_the_velocity_is_stored_like_p() -> None:
+    found = run(take_small_turns, "streaming:stored=bfloat16", "int2", workers=4)
+    for _, (shared, velocity) in found:
+        assert velocity.dtype == shared.dtype == torch.bfloat16
+        assert velocity.any() and velocity.equal(found[0][1][1])
+
+
 # -- buffers --------------------------------------------------------------------------------------
 
 
