@@ -134,7 +134,8 @@ def test_the_velocity_is_stored_like_p() -> None:
     found = run(take_small_turns, "streaming:stored=bfloat16", "int2", workers=4)
     for _, (shared, velocity) in found:
         assert velocity.dtype == shared.dtype == torch.bfloat16
-        assert velocity.any() and velocity.equal(found[0][1][1])
+        assert velocity.any()
+        assert velocity.equal(found[0][1][1])
 
 
 # -- buffers --------------------------------------------------------------------------------------
