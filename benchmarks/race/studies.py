@@ -182,14 +182,12 @@ SKEWED = (
 )
 """Methods of ``skewed``."""
 STORED = (
-    "ideal",
-    *(
-        f"streaming{dtype}{wire}"
-        for dtype in ("", ":stored=bfloat16")
-        for wire in ("", " --wire int4")
-    ),
+    *("ideal", "streaming", "streaming:stored=bfloat16"),
+    *("streaming --wire int4", "streaming:stored=bfloat16 --wire int4"),
+    *("ideal --lr-scale 0.0625", "streaming --lr-scale 0.0625"),
+    "streaming:stored=bfloat16 --lr-scale 0.0625",
 )
-"""Methods of ``stored``."""
+"""Methods of ``stored``. At low rates an update is small beside what bfloat16 rounds."""
 DIES_AT, JOINS_AT = 20, 80
 """Steps after which the last worker dies and another one joins, at the usual time of a step. The
 ideal takes about 200."""
