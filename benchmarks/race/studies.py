@@ -19,6 +19,7 @@ is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
 - ``adam``: strategies with and without longer steps of Adam.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others. The
   settings are the defaults.
+- ``rivals``: further settings of the rivals of ``headline``, not tuned.
 - ``stored``: streaming averaging with the global model in float32 and in bfloat16, not tuned.
 - ``skewed``: strategies with three of ten labels on each worker, not tuned, in virtual time.
 - ``uneven``: strategies for workers of unequal speed, tuned with the same number of trials, in
@@ -181,6 +182,18 @@ SKEWED = (
     *("local:period=2 --wire int4", "bsp --wire int4"),
 )
 """Methods of ``skewed``."""
+_OVERLAPPED = "diloco:overlap=1,outer_lr=0.5,outer_momentum=0.5"
+RIVALS = {
+    "async": "async:schedule=eager --wire int2",
+    "selsync": "selsync:target_lssr=0.4 --wire int2",
+    DILOCO: f"{_OVERLAPPED},period=4,fragments=4 --wire int2",
+    "local": "local:period=4 --wire int2",
+    "powersgd": "powersgd:rank=8",
+    "sparseloco": "sparseloco:period=2,density=0.25",
+}
+"""Methods of ``rivals``: settings that are faster to 90 % than those that tuning chose, as a referee
+found, or that may be. DiLoCo with a period of 2 is the last of them."""
+FREQUENT = f"{_OVERLAPPED},period=2,fragments=2 --wire int2"
 STORED = (
     *("ideal", "streaming", "streaming:stored=bfloat16"),
     *("streaming --wire int4", "streaming:stored=bfloat16 --wire int4"),
@@ -245,7 +258,7 @@ class Cell:
         """Number of seeds."""
         if self.workers >= 64:  # a run takes many minutes
             return 1
-        main = self.study in ("headline", "real") and self.workers == WORKERS
+        main = self.study in ("headline", "rivals", "real") and self.workers == WORKERS
         return 5 if main else 3
 
     @property
@@ -273,6 +286,8 @@ class Cell:
             return [*SKEWED]
         if self.study == "stored":
             return [*STORED]
+        if self.study == "rivals":
+            return ["ideal", *RIVALS.values(), FREQUENT]
         if self.study.startswith("elastic"):
             return [at_rate(method, UNEVEN_RATE) for method in ELASTIC]
         if self.study == "adam":
@@ -374,6 +389,7 @@ CELLS = (
     Cell("headline", "transformer", "200Mbit/s", FAR),
     *(Cell("elsewhere", name, "50Mbit/s", workers=16) for name in ("cnn", "transformer")),
     *(Cell("elsewhere", name, "50Mbit/s", uneven_links=True) for name in ("cnn", "transformer")),
+    *(Cell("rivals", name, link) for link in LINKS[1:] for name in ("cnn", "transformer")),
     *(Cell("real", name, link) for name in ("cnn", "transformer") for link in LINKS),
     Cell("real", "transformer", "200Mbit/s", workers=8),
     *(Cell("sweep", name, link, workers=many) for name, many in SWEEP_RATES for link in SWEEP),

@@ -18,7 +18,7 @@ from offbeat.nodes.detection import NodeGroup, open_nodes
 from offbeat.nodes.shards import shards_of
 from offbeat.quantization.kernels import kernels
 from offbeat.quantization.wire import Precision
-from offbeat.strategies.base import GlobalModel, Gradients, Strategy
+from offbeat.strategies.base import CustomFlow, GlobalModel, Gradients, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer
 from offbeat.training.assembly import Components
@@ -178,7 +178,10 @@ def attach(
     )
     averages = strategy.averages()
     if adam_correction is None:
-        adam_correction = isinstance(averages, GlobalModel) and all(map(can_correct, optimizers))
+        models = isinstance(averages, GlobalModel)
+        if isinstance(averages, CustomFlow):
+            models = averages.models
+        adam_correction = models and all(map(can_correct, optimizers))
     if adam_correction:
         require_correctable(optimizers)
         strategy = strategy.with_adam_correction()

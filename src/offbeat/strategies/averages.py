@@ -135,8 +135,11 @@ class CustomFlow:
             this number cannot train with the strategy.
         blocking: True if all workers take their steps together: a worker waits for the others only
             in operations that all workers start in the same step.
+        models: True if each worker takes local steps and the workers average models, so that
+            ``adam_correction`` of ``attach`` applies.
     """
 
     make: Callable[[Any, Any], Any]
     check: Callable[[int], object] = lambda workers: None
     blocking: bool = False
+    models: bool = False

@@ -207,7 +207,9 @@ class SparseLoCo(Strategy):
     def averages(self) -> CustomFlow:
         shared = GlobalModel(outer=Outer(self.outer_lr))
         return CustomFlow(
-            lambda strategy, worker: SparseLoCoFlow(strategy, worker, shared), blocking=True
+            lambda strategy, worker: SparseLoCoFlow(strategy, worker, shared),
+            blocking=True,
+            models=True,
         )
 
     @override

@@ -66,7 +66,8 @@ _OFFBEAT: Mapping[Any, Tunable] = {
     BSP: Tunable(known=({"wire": "int4"},)),
     LocalSGD: Tunable((Axis("period"),), ({"period": 2, "wire": "int4"},)),
     SelSync: Tunable(
-        (Axis("target_lssr", below_one=True),), ({"target_lssr": 0.6, "wire": "int4"},)
+        (Axis("target_lssr", below_one=True),),
+        ({"target_lssr": 0.6, "wire": "int4"}, {"target_lssr": 0.4, "wire": "int2"}),
     ),
     AsyncAveraging: Tunable(
         (Axis("schedule", ("cyclic", "eager")), Axis("staleness", unit=2)),
@@ -81,6 +82,7 @@ _OFFBEAT: Mapping[Any, Tunable] = {
         (
             _DILOCO | {"outer_lr": 0.5, "outer_momentum": 0.5},
             _DILOCO | {"outer_lr": 1.0, "outer_momentum": 0.0},
+            _DILOCO | {"period": 2, "fragments": 2, "outer_lr": 0.5, "outer_momentum": 0.5},
             _DILOCO | {"period": 8, "overlap": 2, "outer_lr": 0.5, "outer_momentum": 0.75},
         ),
     ),

@@ -61,7 +61,7 @@ def require_abilities(
     if isinstance(averages, CustomFlow):
         used = {
             f"wire={wire!r}": wire != "float32",
-            "adam_correction": adam_correction,
+            "adam_correction": adam_correction and not averages.models,
             "node_group": nodes,
             "min_workers": elastic,
         }
