@@ -66,7 +66,7 @@ _OFFBEAT: Mapping[Any, Tunable] = {
     BSP: Tunable(known=({"wire": "int4"},)),
     LocalSGD: Tunable((Axis("period"),), ({"period": 2, "wire": "int4"},)),
     SelSync: Tunable(
-        (Axis("target_lssr", below_one=True),),
+        (Axis("target_lssr", (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99)),),
         ({"target_lssr": 0.6, "wire": "int4"}, {"target_lssr": 0.4, "wire": "int2"}),
     ),
     AsyncAveraging: Tunable(
