@@ -172,8 +172,8 @@ class Plan:
         ]
         if self.recommendation != BSP.name:
             lines.append(
-                "If the last percent of the metric counts: local:period=2 --wire int4 with Adam, "
-                "bsp --wire int4 with SGD."
+                "If the last percent of the metric counts, compare it with bsp --wire int4, which "
+                "averages in every step."
             )
             lines += [f"Warning: {self.warning}."] if self.warning else []
         return lines + ([f"Memory: {self.memory}."] if self.memory else [])

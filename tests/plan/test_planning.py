@@ -81,8 +81,7 @@ def test_the_pages_show_the_same_rule(page: str) -> None:
         assert limits in table, limits
     by_name = {
         "`StreamingAveraging()`": "streaming",
-        '`LocalSGD(period=2)` with `wire="int4"`': "local:period=2 --wire int4",
-        '`BSP()` with `wire="int4"`': "bsp --wire int4",
+        '`BSP()` and `wire="int4"`': "bsp --wire int4",
     }
     for shown, row in by_name.items():
         assert shown in table
