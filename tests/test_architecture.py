@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9907, 5286),
     "benchmarks": (6623, 4157),
-    "tests": (35297,),
+    "tests": (35318,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

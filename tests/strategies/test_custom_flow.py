@@ -45,19 +45,40 @@ def test_the_policy_for_non_finite_values_applies() -> None:
 )
 def test_abilities_that_a_custom_flow_does_not_have_are_refused(option: dict[str, Any]) -> None:
     """No option is accepted without an effect, by a strategy of one's own or by a baseline."""
+    (name,) = option
+    averages_models = [SparseLoCo()] * (name != "adam_correction")  # it has that one, see below
 
     def refuse(rank: int, size: int) -> list[str]:
         model, texts = make_model(), []
-        for strategy in (Gossip(), PowerSGD(), SparseLoCo()):
+        for strategy in (Gossip(), PowerSGD(), *averages_models):
             with pytest.raises(AttachError) as caught:
                 attach(model, sgd(model), strategy, **option)
             texts.append(str(caught.value))
         attach(model, sgd(model), Gossip()).detach()
         return texts
 
-    (name,) = option
     for texts in run(refuse, workers=2):
         assert all(text.startswith(name) for text in texts)
         assert "with examples.gossip:Gossip: " in texts[0]
-        for text, baseline in zip(texts[1:], ("powersgd", "sparseloco"), strict=True):
+        for text, baseline in zip(texts[1:], ("powersgd", "sparseloco"), strict=False):
             assert f"with {baseline}: baselines to compare with" in text
+
+
+def adam_factors(rank: int, size: int, strategy: str) -> Any:
+    model = make_model(seed=rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sync = attach(model, optimizer, strategy)
+    for step in range(30):
+        train_step(model, optimizer, make_batch(rank, step))
+    sync.finish()
+    return sync.stats.details.get("lr_factor")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "corrected"), [("sparseloco:period=2", True), ("easgd", False)]
+)
+def test_only_a_flow_that_averages_models_has_longer_steps_of_adam(
+    strategy: str, corrected: bool
+) -> None:
+    for factors in run(adam_factors, strategy, workers=2):
+        assert (factors is not None) == corrected
