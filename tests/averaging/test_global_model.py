@@ -99,29 +99,48 @@ def test_moves_of_one_worker_add_up_in_bfloat16(text: str, wire: str) -> None:
         assert [p.tolist() for p in shared] == [p.tolist() for p in found[0][1]]
 
 
-def take_small_turns(rank: int, size: int, text: str, wire: str) -> tuple[Tensor, list[Tensor]]:
-    """In each step one worker moves by 1/16 unit in float32. Returns the moves, and P and v."""
+def take_small_turns(
+    rank: int, size: int, text: str, wire: str, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, list[Tensor]]:
+    """In each step one worker moves by 1/16 unit. Returns the moves in units, and P and v."""
     model = nn.Module()
-    start = 1.25 + torch.arange(4096) % 64 * UNIT
+    start = (1.25 + torch.arange(4096) % 64 * UNIT).to(dtype)
     model.x = nn.Parameter(start.clone())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(number: int) -> None:
+        model.x.grad = torch.full_like(model.x, -UNIT / 16 * (number % size == rank))
+        optimizer.step()
+
     with attach(model, optimizer, text, wire=wire) as sync:
         for number in range(96):
-            model.x.grad = torch.full_like(model.x, -UNIT / 16 * (number % size == rank))
-            optimizer.step()
+            step(number)
+            if number == 40:
+                saved = copy.deepcopy(sync.state_dict())
+                step(number)
+                sync.load_state_dict(saved)
         sync.finish()
         state = sync._iteration.flow.state
     return (model.x.detach() - start) / UNIT, [*state.shared, *state.velocity]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "wire"),
-    [("eager", "float32"), ("eager", "int2"), ("cyclic,staleness=4", "int2")],
+    ("schedule", "wire", "dtype"),
+    [
+        *(("eager", "float32", dtype) for dtype in (torch.float32, torch.float64)),
+        *((one, "int2", torch.float32) for one in ("eager", "cyclic,staleness=4")),
+    ],
+    ids=str,
 )
-def test_what_the_rounding_of_p_loses_is_sent_again(schedule: str, wire: str) -> None:
-    """P in bfloat16 cannot hold a landing of 1/64 unit. x holds it, and so do later updates."""
+def test_what_the_rounding_of_p_loses_is_sent_again(
+    schedule: str, wire: str, dtype: torch.dtype
+) -> None:
+    """P in bfloat16 cannot hold a landing of 1/64 unit. x holds it, and so do later updates.
+
+    The worker saves and loads its state in between.
+    """
     text = f"streaming:outer_gain=1,stored=bfloat16,schedule={schedule}"
-    found = run(take_small_turns, text, wire, workers=4)
+    found = run(take_small_turns, text, wire, dtype, workers=4)
     for moved, (shared,) in found:
         assert (moved - 96 / 4 / 16).abs().mean() <= (1e-3 if wire == "float32" else 0.05)
         assert shared.dtype == torch.bfloat16

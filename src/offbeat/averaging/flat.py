@@ -234,8 +234,7 @@ class Space:
     def __init__(self, x: Flat, *, shared: bool, velocity: bool, stored: str = "float32") -> None:
         self.x = x
         self.error: Tensor | None = None
-        short = stored == "bfloat16" and x.dtype == torch.float32
-        dtype = torch.bfloat16 if short else x.dtype
+        dtype = torch.bfloat16 if stored == "bfloat16" else x.dtype
         self.P = x.copy().to(dtype) if shared else None
         self.v = torch.zeros(x.elements, dtype=dtype, device=x.device) if velocity else None
         self.stream = Stream(x.elements, x.dtype, x.device)

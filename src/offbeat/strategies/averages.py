@@ -69,9 +69,9 @@ class GlobalModel:
             waits at the end of steps for messages that are about to arrive. 0: it waits only at the
             bound.
         outer: Outer step, which determines Δ.
-        stored: Dtype in which a worker stores P and v: "float32" (more exactly, the dtype in which
-            it computes), or "bfloat16". x moves by the exact Δ, so x − P contains what the rounding
-            of P has lost, and the next update sends it.
+        stored: Dtype in which a worker stores P and v: "bfloat16", or "float32", which stands for
+            the dtype in which it computes. x moves by the exact Δ, so x − P contains what the
+            rounding of P has lost, and the next update sends it.
         gradient_norm: True: the flow measures ``gradient_norm_squared`` of ``WorkerView`` in every
             step.
         error_feedback: True: the flow measures ``squares`` of ``WorkerView``, and if ``outer`` has

@@ -100,7 +100,8 @@ class StreamingAveraging(Strategy):
             "auto" is 1, because longer local steps already make up for the shorter mean. With 1
             there is no v. Only "auto" divides the learning rates of SGD.
 
-        stored: Dtype of P and v: "float32" or "bfloat16" (docs/quantization.md has the cost).
+        stored: Dtype of P and v: "float32" (float64 for such a model) or "bfloat16", which takes
+            half the memory (docs/quantization.md has the cost).
 
     *Communication*: the updates of the parts, and the vote of each worker: twelve numbers in each
     message of the eager schedule, eleven for each launch of the cyclic one. Both overlap with
