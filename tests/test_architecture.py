@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2225, 1105),
-    "src/offbeat/averaging": (3346, 1828),
+    "src/offbeat/averaging": (3345, 1827),
     "src/offbeat/checkpoint": (1004, 534),
     "src/offbeat/cli": (587, 321),
     "src/offbeat/data": (803, 393),
@@ -89,12 +89,12 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/nodes": (505, 285),
     "src/offbeat/quantization": (1435, 827),
     "src/offbeat/simulate": (2263, 1207),
-    "src/offbeat/strategies": (1346, 502),
+    "src/offbeat/strategies": (1358, 512),
     "src/offbeat/training": (2527, 1431),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9907, 5286),
     "benchmarks": (6623, 4157),
-    "tests": (35337,),
+    "tests": (35390,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -195,10 +195,10 @@ RIVALS = {
 FREQUENT = f"{_OVERLAPPED},period=2,fragments=2 --wire int2"
 """DiLoCo with a shorter period, also in ``rivals``."""
 STORED = (
-    *("ideal", "streaming", "streaming:stored=bfloat16"),
-    *("streaming --wire int4", "streaming:stored=bfloat16 --wire int4"),
+    *("ideal", "streaming", "streaming:outer_gain=1,stored=bfloat16"),
+    *("streaming --wire int4", "streaming:outer_gain=1,stored=bfloat16 --wire int4"),
     *("ideal --lr-scale 0.0625", "streaming --lr-scale 0.0625"),
-    "streaming:stored=bfloat16 --lr-scale 0.0625",
+    "streaming:outer_gain=1,stored=bfloat16 --lr-scale 0.0625",
 )
 """Methods of ``stored``. At low rates an update is small beside what bfloat16 rounds."""
 DIES_AT, JOINS_AT = 20, 80
@@ -397,7 +397,7 @@ CELLS = (
     Cell("adam", "transformer", "50Mbit/s"),
     *(Cell("features", name, "50Mbit/s") for name in FEATURES),
     Cell("skewed", "cnn", "50Mbit/s"),
-    *(Cell("stored", name, "50Mbit/s") for name in ("cnn", "transformer")),
+    Cell("stored", "transformer", "50Mbit/s"),
     *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
     *(Cell("many", name, link, workers=n, workers_per_node=k) for name, link, n, k in MANY),
     *(Cell("uneven", "mlp", "50Mbit/s", speeds=speeds) for speeds in SPEEDS),

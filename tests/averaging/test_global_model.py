@@ -2,13 +2,16 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from loops import attach, sgd
+from offbeat import StreamingAveraging
 from offbeat.averaging.model_mean import moved_to_mean
+from offbeat.extend import GlobalModel, Outer
 from problems import flat, make_wide
 from worlds import run
 
@@ -100,9 +103,9 @@ def test_moves_of_one_worker_add_up_in_bfloat16(text: str, wire: str) -> None:
 
 
 def take_small_turns(
-    rank: int, size: int, text: str, wire: str, dtype: torch.dtype = torch.float32
+    rank: int, size: int, strategy: Any, wire: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, list[Tensor]]:
-    """In each step one worker moves by 1/16 unit. Returns the moves in units, and P and v."""
+    """In each step one worker moves by 1/16 unit. Returns the moves in units, and P."""
     model = nn.Module()
     start = (1.25 + torch.arange(4096) % 64 * UNIT).to(dtype)
     model.x = nn.Parameter(start.clone())
@@ -112,7 +115,7 @@ def take_small_turns(
         model.x.grad = torch.full_like(model.x, -UNIT / 16 * (number % size == rank))
         optimizer.step()
 
-    with attach(model, optimizer, text, wire=wire) as sync:
+    with attach(model, optimizer, strategy, wire=wire) as sync:
         for number in range(96):
             step(number)
             if number == 40:
@@ -120,8 +123,8 @@ def take_small_turns(
                 step(number)
                 sync.load_state_dict(saved)
         sync.finish()
-        state = sync._iteration.flow.state
-    return (model.x.detach() - start) / UNIT, [*state.shared, *state.velocity]
+        shared = sync._iteration.flow.state.shared
+    return (model.x.detach() - start) / UNIT, shared
 
 
 @pytest.mark.parametrize(
@@ -149,12 +152,39 @@ def test_what_the_rounding_of_p_loses_is_sent_again(
         assert distance.abs().max() <= 1
 
 
-def test_the_velocity_is_stored_like_p() -> None:
-    found = run(take_small_turns, "streaming:stored=bfloat16", "int2", workers=4)
-    for _, (shared, velocity) in found:
-        assert velocity.dtype == shared.dtype == torch.bfloat16
-        assert velocity.any()
-        assert velocity.equal(found[0][1][1])
+def save_early(rank: int, size: int) -> Tensor:
+    """Take steps of 1/64 unit, fewer than P can hold, and land what is in flight."""
+    model = nn.Module()
+    model.x = nn.Parameter(torch.full((4096,), 1.25))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy = "streaming:outer_gain=1,stored=bfloat16"
+    with attach(model, optimizer, strategy, wire="float32") as sync:
+        for _ in range(6):
+            model.x.grad = torch.full_like(model.x, -UNIT / 64)
+            optimizer.step()
+        sync.state_dict()
+        return (model.x.detach() - 1.25) / UNIT
+
+
+def test_x_is_not_replaced_by_a_rounded_p() -> None:
+    """Without a step since the launch, x becomes P, but not its bfloat16 number."""
+    for moved in run(save_early, workers=2):
+        assert moved.tolist() == [6 / 64] * 4096
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"lands": 0},
+        *({"lands": 1, "outer": one} for one in (Outer(lr=0.5), Outer(momentum=0.5))),
+    ],
+    ids=str,
+)
+def test_a_rounded_p_needs_updates_that_send_once_what_it_loses(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match='stored="bfloat16" requires the default outer step'):
+        GlobalModel(stored="bfloat16", **more)
+    with pytest.raises(ValueError, match='stored="bfloat16" requires outer_gain=1'):
+        StreamingAveraging(stored="bfloat16")
 
 
 # -- buffers --------------------------------------------------------------------------------------

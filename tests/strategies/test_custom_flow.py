@@ -64,10 +64,10 @@ def test_abilities_that_a_custom_flow_does_not_have_are_refused(option: dict[str
             assert f"with {baseline}: baselines to compare with" in text
 
 
-def adam_factors(rank: int, size: int, strategy: str) -> Any:
+def adam_factors(rank: int, size: int, strategy: str, wanted: bool | None) -> Any:
     model = make_model(seed=rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    sync = attach(model, optimizer, strategy)
+    sync = attach(model, optimizer, strategy, adam_correction=wanted)
     for step in range(30):
         train_step(model, optimizer, make_batch(rank, step))
     sync.finish()
@@ -75,10 +75,14 @@ def adam_factors(rank: int, size: int, strategy: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "corrected"), [("sparseloco:period=2", True), ("easgd", False)]
+    ("strategy", "wanted", "corrected"),
+    [
+        *(("sparseloco:period=2", wanted, wanted is not False) for wanted in (None, True, False)),
+        ("easgd", None, False),
+    ],
 )
 def test_only_a_flow_that_averages_models_has_longer_steps_of_adam(
-    strategy: str, corrected: bool
+    strategy: str, wanted: bool | None, corrected: bool
 ) -> None:
-    for factors in run(adam_factors, strategy, workers=2):
+    for factors in run(adam_factors, strategy, wanted, workers=2):
         assert (factors is not None) == corrected

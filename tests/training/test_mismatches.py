@@ -225,3 +225,22 @@ def test_a_worker_that_ended_takes_part_in_a_later_consensus(
     rows = run(ends_early, early, workers=2)
     torch.testing.assert_close(rows[0][0], rows[0][1])
     assert rows[0][1].equal(rows[1][1])
+
+
+def shows_more_often(rank: int, size: int) -> Any:
+    """Both show the mean after two steps. Rank 0 does so again after four, when rank 1 has six."""
+    model, optimizer, sync = start(rank, "streaming")
+    for step in range(6):
+        train_step(model, optimizer, make_batch(rank, step))
+        if step == 1 or (rank == 0 and step == 3):
+            with sync.consensus():
+                pass
+    sync.finish()
+    return flat(model)
+
+
+@GLOO_AND_SIMULATED
+def test_a_worker_that_has_shown_the_mean_may_end_first(run: Callable[..., Any]) -> None:
+    """Its evaluations may follow the clock, so that it has fewer of them."""
+    first, second = run(shows_more_often, workers=2)
+    assert first.equal(second)

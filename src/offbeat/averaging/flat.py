@@ -225,7 +225,7 @@ class Space:
         x: The parameters.
         P: The global model, 1-D; None if it is not stored. bfloat16 if ``stored`` says so, else of
             the dtype of ``x``.
-        v: Velocity of the outer step, like ``P``; None if there is none.
+        v: Velocity of the outer step, 1-D; None if there is none.
         error: Rounding error of x at its last landing, bfloat16, 1-D; None if x is not rounded.
             Without it, landings would lose changes below half a unit in the last place of x.
         stream: Quantization errors of the sums of updates.
@@ -236,7 +236,7 @@ class Space:
         self.error: Tensor | None = None
         dtype = torch.bfloat16 if stored == "bfloat16" else x.dtype
         self.P = x.copy().to(dtype) if shared else None
-        self.v = torch.zeros(x.elements, dtype=dtype, device=x.device) if velocity else None
+        self.v = torch.zeros(x.elements, dtype=x.dtype, device=x.device) if velocity else None
         self.stream = Stream(x.elements, x.dtype, x.device)
 
     def make_error(self) -> None:

@@ -261,9 +261,9 @@ class Flight:
         """Move P and v of a piece.  shift ← Δ − u."""
         space, total = piece.space, self.total()
         assert space.P is not None
-        some = slice(piece.start, piece.stop)
-        stored = space.P[some], space.P[:0] if space.v is None else space.v[some]
-        shared, velocity = (each.to(shift.dtype) for each in stored)  # copies of bfloat16 numbers
+        stored = space.P[piece.start : piece.stop]
+        shared = stored.to(shift.dtype)  # a copy if P is stored in bfloat16
+        velocity = shared[:0] if space.v is None else space.v[piece.start : piece.stop]
         fused = self._fused(space)
         if fused is not None:
             update, summands = fused.encoded(*place, len(piece))
@@ -283,9 +283,8 @@ class Flight:
         else:
             vectors = shared.numpy(), velocity.numpy()
             loops.land(shift.numpy(), sent.numpy(), total, *vectors, *step, self.squares)
-        if shared is not stored[0]:  # what the rounding of P loses stays in x − P
-            stored[0].copy_(shared)
-            stored[1].copy_(velocity)
+        if shared is not stored:
+            stored.copy_(shared)  # what the rounding loses stays in x − P
 
     def _apply(
         self,

@@ -69,9 +69,10 @@ class GlobalModel:
             waits at the end of steps for messages that are about to arrive. 0: it waits only at the
             bound.
         outer: Outer step, which determines Δ.
-        stored: Dtype in which a worker stores P and v: "bfloat16", or "float32", which stands for
-            the dtype in which it computes. x moves by the exact Δ, so x − P contains what the
-            rounding of P has lost, and the next update sends it.
+        stored: Dtype in which a worker stores P: "bfloat16", or "float32", which stands for the
+            dtype in which it computes. x moves by the exact Δ, so x − P contains what the rounding
+            of P has lost, and the next update sends it. Requires the default ``outer``, because
+            momentum would add this again and again, and ``lands`` other than 0.
         gradient_norm: True: the flow measures ``gradient_norm_squared`` of ``WorkerView`` in every
             step.
         error_feedback: True: the flow measures ``squares`` of ``WorkerView``, and if ``outer`` has
@@ -97,6 +98,11 @@ class GlobalModel:
             raise ValueError(
                 f"error_feedback requires an outer learning rate of 1, got lr={self.outer.lr}. Use "
                 "momentum instead, whose factors outer_step() returns"
+            )
+        if self.stored == "bfloat16" and not (self.outer.plain and self.lands):
+            raise ValueError(
+                'stored="bfloat16" requires the default outer step, and lands other than 0: the '
+                "next update has to send once what the rounding of P loses"
             )
 
     @cached_property

@@ -100,8 +100,8 @@ class StreamingAveraging(Strategy):
             "auto" is 1, because longer local steps already make up for the shorter mean. With 1
             there is no v. Only "auto" divides the learning rates of SGD.
 
-        stored: Dtype of P and v: "float32" (float64 for such a model) or "bfloat16", which takes
-            half the memory (docs/quantization.md has the cost).
+        stored: Dtype of P: "float32" (float64 for such a model), or "bfloat16", which takes half
+            the memory (docs/quantization.md has the cost) and requires ``outer_gain=1``.
 
     *Communication*: the updates of the parts, and the vote of each worker: twelve numbers in each
     message of the eager schedule, eleven for each launch of the cyclic one. Both overlap with
@@ -138,6 +138,12 @@ class StreamingAveraging(Strategy):
             )
         if self.schedule == "cyclic" and self.patience != _PATIENCE:
             raise ValueError("patience requires the eager schedule: leave it out")
+
+        if self.stored == "bfloat16" and self.outer_gain != 1:
+            raise ValueError(
+                'stored="bfloat16" requires outer_gain=1, which AdamW has by default: a larger '
+                "gain would lengthen what the rounding of P loses, again and again"
+            )
 
     @property
     @override
