@@ -131,16 +131,24 @@ def test_a_script_that_fails_before_training_ends_the_launcher(
     line: str, launcher: Launcher, tmp_path: Path
 ) -> None:
     """It would fail again. The other workers may wait for this one."""
-    child = "import subprocess\nopen('pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
     path = tmp_path / "broken.py"
     path.write_text(line)
-    script = f"os.chdir({str(tmp_path)!r})\n{child}\nif rank == '0': time.sleep(60)\n"
-    script += f"import runpy; runpy.run_path({str(path)!r})"
+    script = f"""
+import subprocess, runpy
+os.chdir({str(tmp_path)!r})
+with open('writing ' + rank, 'w') as file:
+    file.write(str(subprocess.Popen(['sleep', '60']).pid))
+os.rename('writing ' + rank, 'pid ' + rank)
+while rank == '0' or not os.path.exists('pid 0'):
+    time.sleep(0.01)
+runpy.run_path({str(path)!r})
+"""
     assert launcher.run(script, 2) == 1
     how = "ended with exit code 1; not again: the script fails before training begins"
     assert launcher.of(1) == ["started", how]
     assert launcher.of(0) == ["started", "was ended by SIGKILL"]
-    until(lambda: not alive(int((tmp_path / "pid").read_text())), "the end of its process", 10)
+    for pid in (int((tmp_path / f"pid {rank}").read_text()) for rank in range(2)):
+        until(lambda pid=pid: not alive(pid), "the end of its process", 10)
     assert not multiprocessing.active_children()
 
 
