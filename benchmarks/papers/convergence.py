@@ -73,9 +73,11 @@ def facts(task: str, runs: Mapping[str, Sequence[Result]]) -> list[dict[str, Any
     for name, method in methods(task).items():
         own = smooth[method]
         ends, theirs = ([converged(one) for one in group] for group in (own, bsp))
-        times = [
-            one.seconds_to(best_of(other) - WITHIN) for one, other in zip(own, bsp, strict=True)
-        ]
+        levels = [best_of(one) - WITHIN for one in bsp]
+        times, earliest = (
+            [one.seconds_to(level) for one, level in zip(group, levels, strict=True)]
+            for group in (own, bsp)
+        )
         found.append(
             {
                 "method": name,
@@ -86,8 +88,8 @@ def facts(task: str, runs: Mapping[str, Sequence[Result]]) -> list[dict[str, Any
                 "seldp": [best_of(one) for one in smooth.get(method.removesuffix(DEFDP), [])],
                 "overall": [b.seconds / a.seconds for a, b in zip(ends, theirs, strict=True)],
                 "to_bsp": [
-                    None if seconds is None else end.seconds / seconds
-                    for seconds, end in zip(times, theirs, strict=True)
+                    None if late is None or early is None else early / late
+                    for late, early in zip(times, earliest, strict=True)
                 ],
                 "step_seconds": statistics.median(one.mean_step_seconds for one in own),
             }

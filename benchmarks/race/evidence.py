@@ -42,6 +42,7 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         found[f"{name}, real processes"] = tables.real(workload, folder)
         found[f"{name}, other learning rates"] = tables.rates(workload, folder)
     found |= {
+        "To 98 %": tables.links_to_the_end(folder),
         "From fast to slow links": tables.sweep(folder),
         "Sixteen workers and uneven links": tables.elsewhere(folder),
         "Longer steps of Adam": tables.adam(folder),

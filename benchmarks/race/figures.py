@@ -5,10 +5,9 @@ import statistics
 from pathlib import Path
 
 from benchmarks.harness import RESULTS
-from benchmarks.race.studies import HEADLINE
+from benchmarks.race.studies import FAST, HEADLINE
 from benchmarks.race.tables import (
     NAMES,
-    SHARE,
     TRAININGS,
     cells_of,
     differences,
@@ -92,7 +91,7 @@ def draw_sweep(path: Path, folder: Path = RESULTS) -> None:
             (key, rows) for key, rows in found.items() if key[0] == workload
         ):
             label, steps = f"{workers} workers", [s for s, _, _ in rows]
-            slow = [slowdowns(runs, ideal, SHARE) for _, runs, ideal in rows]
+            slow = [slowdowns(runs, ideal, FAST) for _, runs, ideal in rows]
             means = [math.nan if None in one else statistics.fmean(one) for one in slow]
             time.plot(steps, means, "o-", markersize=4, label=label)
             ends = [interval_of(differences(runs, ideal)) for _, runs, ideal in rows]

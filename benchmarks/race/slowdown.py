@@ -1,8 +1,7 @@
 """The slowdown of a run against the ideal network.
 
 The *ideal* is the reference ``ideal``, the speed-up limit. The slowdown to a metric is the run's
-time until it has this metric, divided by the ideal's time. Both curves are the best metric so far,
-with straight lines between evaluations.
+time until it has this metric, divided by the ideal's time.
 """
 
 import math
@@ -13,63 +12,32 @@ from itertools import pairwise
 from offbeat_lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat_lab.results import Result
 
-Corners = Sequence[tuple[float, float]]
-"""Corners of a curve: seconds and the best metric so far, negated if lower is better."""
+
+def slowdown_half_way(run: Result, ideal: Result) -> float | None:
+    """Return the slowdown to the ideal's metric after half of its time; None if never reached."""
+    best = _after(ideal, ideal.seconds / 2)
+    return _slowdown(run, ideal, best if ideal.higher_is_better else -best)
 
 
-def best_so_far(result: Result) -> Corners:
-    """Return the curve of a run."""
-    best, corners = -float("inf"), []
-    for point in result.points:
-        best = max(best, point.metric if result.higher_is_better else -point.metric)
-        corners.append((point.seconds, best))
-    return corners
-
-
-def metric_at(corners: Corners, seconds: float) -> float:
-    """Return the best metric after some seconds.
+def _after(run: Result, seconds: float) -> float:
+    """Return the best metric so far after some seconds, negated if lower is better.
 
     Raises:
         ValueError: The run has no evaluations around that time.
     """
-    for (start, low), (end, high) in pairwise(corners):
+    for (start, low), (end, high) in pairwise(run.best_so_far()):
         if start <= seconds <= end:
             return low + (high - low) * (seconds - start) / (end - start)
     raise ValueError(f"no metric after {seconds:g} s")
 
 
-def seconds_to(corners: Corners, metric: float) -> float | None:
-    """Return the time at which the metric is reached; None if it never is.
-
-    If the first evaluation is good enough already, the result is its time.
-    """
-    if corners[0][1] >= metric:
-        return corners[0][0]
-    for (start, low), (end, high) in pairwise(corners):
-        if high >= metric:
-            return start + (end - start) * (metric - low) / (high - low)
-    return None
-
-
-def slowdown_half_way(run: Result, ideal: Result) -> float | None:
-    """Return the slowdown to the ideal's metric after half of its time; None if never reached."""
-    return _slowdown(run, ideal, metric_at(best_so_far(ideal), ideal.seconds / 2))
-
-
 def slowdown_to_share(run: Result, ideal: Result, share: float) -> float | None:
-    """Return the slowdown to a share of the ideal's improvement; None if never reached.
-
-    The improvement is what the ideal's metric gains from the first evaluation to the last one.
-    """
-    first, last = (
-        point.metric if ideal.higher_is_better else -point.metric
-        for point in (ideal.points[0], ideal.points[-1])
-    )
-    return _slowdown(run, ideal, first + share * (last - first))
+    """Return the slowdown to a share of the ideal's improvement; None if never reached."""
+    return _slowdown(run, ideal, ideal.gained(share))
 
 
 def _slowdown(run: Result, ideal: Result, metric: float) -> float | None:
-    arrived, reached = (seconds_to(best_so_far(one), metric) for one in (run, ideal))
+    arrived, reached = run.seconds_to(metric), ideal.seconds_to(metric)
     return None if arrived is None or reached is None else arrived / reached
 
 

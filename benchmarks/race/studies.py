@@ -3,7 +3,11 @@
 A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
 is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
 
-- ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
+- ``headline``: every method tuned with the same number of trials, five seeds, in virtual time. A
+  method runs with the settings that gain 90 % of what the ideal gains first, and with those that
+  gain 98 % first.
+- ``fresh``: the ideal, the default settings and the best others of ``headline``, with five further
+  seeds, on which nothing was developed.
 - ``elsewhere``: the same methods with the settings that ``headline`` chose, in virtual time: with
   16 workers, at the chosen rates and at twice these, and on uneven links, where one of the workers
   has a fifth of the bandwidth.
@@ -19,7 +23,6 @@ is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
 - ``adam``: strategies with and without longer steps of Adam.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others. The
   settings are the defaults.
-- ``rivals``: further settings of the rivals of ``headline``, not tuned.
 - ``stored``: streaming averaging with the global model in float32 and in bfloat16, not tuned.
 - ``skewed``: strategies with three of ten labels on each worker, not tuned, in virtual time.
 - ``uneven``: strategies for workers of unequal speed, tuned with the same number of trials, in
@@ -47,7 +50,9 @@ from offbeat_lab.scenario import Scenario, ScenarioEvent
 from offbeat_lab.timing.padding import parse_slow
 from offbeat_lab.tuning import choices
 
-WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 16, 20, 0.05
+WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 32, 20, 0.05
+FAST, GOOD = 0.9, 0.98
+"""Shares of the ideal's improvement to which slowdowns are shown. Tuning chooses by both."""
 REAL_STEP_SECONDS = 0.05
 """Time up to which four real workers sleep in each step. It is longer than their computing. More
 workers share the same cores, so their time is longer in proportion."""
@@ -109,7 +114,7 @@ FEATURES = {
     )
 } | {"batchnorm": Workload("features.py:batchnorm", "cifar10", 0.05)}
 """Workloads of ``features``."""
-DILOCO = "diloco"
+DILOCO, DEFAULT = "diloco", "streaming"
 HEADLINE = (
     *("ideal", "streaming", "async", "selsync", DILOCO, "local", "powersgd", "sparseloco", "bsp"),
     "bsp --wire float32",
@@ -182,18 +187,8 @@ SKEWED = (
     *("local:period=2 --wire int4", "bsp --wire int4"),
 )
 """Methods of ``skewed``."""
-_OVERLAPPED = "diloco:overlap=1,outer_lr=0.5,outer_momentum=0.5"
-RIVALS = {
-    "async": "async:schedule=eager --wire int2",
-    "selsync": "selsync:target_lssr=0.4 --wire int2",
-    DILOCO: f"{_OVERLAPPED},period=4,fragments=4 --wire int2",
-    "local": "local:period=4 --wire int2",
-    "powersgd": "powersgd:rank=8",
-    "sparseloco": "sparseloco:period=2,density=0.25",
-}
-"""Method → setting that may be faster to 90 % than the one that tuning chose by 98 %."""
-FREQUENT = f"{_OVERLAPPED},period=2,fragments=2 --wire int2"
-"""DiLoCo with a shorter period, also in ``rivals``."""
+FRESH = ("ideal", "async", DILOCO, "local", "bsp")
+"""Methods of ``fresh``, besides the default."""
 STORED = (
     *("ideal", "streaming", "streaming:outer_gain=1,stored=bfloat16"),
     *("streaming --wire int4", "streaming:outer_gain=1,stored=bfloat16 --wire int4"),
@@ -258,7 +253,7 @@ class Cell:
         """Number of seeds."""
         if self.workers >= 64:  # a run takes many minutes
             return 1
-        main = self.study in ("headline", "rivals", "real") and self.workers == WORKERS
+        main = self.study in ("headline", "fresh", "real") and self.workers == WORKERS
         return 5 if main else 3
 
     @property
@@ -267,7 +262,7 @@ class Cell:
         return TRIALS if self.study in ("headline", "uneven") else None
 
     def methods(self, folder: Path = RESULTS) -> list[str]:
-        """Return the methods; those of ``real`` and ``parts`` with settings of ``headline``.
+        """Return the methods; some studies have the fast settings of ``headline``.
 
         Raises:
             FileNotFoundError: ``headline`` has no results for the workload and the link, or for one
@@ -286,8 +281,6 @@ class Cell:
             return [*SKEWED]
         if self.study == "stored":
             return [*STORED]
-        if self.study == "rivals":
-            return [*RIVALS.values(), FREQUENT]
         if self.study.startswith("elastic"):
             return [at_rate(method, UNEVEN_RATE) for method in ELASTIC]
         if self.study == "adam":
@@ -305,7 +298,7 @@ class Cell:
             ]
         headline = replace(self, study="headline", workers=WORKERS, uneven_links=False)
         results = read_results(headline.path(folder), trials=True)
-        chosen = {choice.method: choice.job for choice in choices(results)}
+        chosen = {choice.method: choice.job for choice in choices(results, FAST)}
         if missing := [method for method in HEADLINE if method not in chosen]:
             raise FileNotFoundError(f"{headline.name} has no trials of {missing[0]!r}")
         if self.study == "elsewhere":
@@ -313,6 +306,8 @@ class Cell:
             if self.workers != WORKERS:
                 jobs += [replace(job, lr_scale=2 * job.lr_scale) for job in jobs]
             return [job.label for job in jobs]
+        if self.study == "fresh":
+            return [DEFAULT, *(chosen[method].label for method in FRESH)]
         if self.study == "parts":
             rate = _rate(chosen["streaming"])
             return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]
@@ -323,6 +318,8 @@ class Cell:
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""
         job = replace(self.task.job(data, self.workers), workers_per_node=self.workers_per_node)
+        if self.study == "fresh":
+            return replace(job, seed=self.seeds)
         if self.study == "uneven":
             return replace(
                 job, partition=LEASED, slow=self.slow, jitter=JITTER, lr_scale=UNEVEN_RATE
@@ -389,7 +386,7 @@ CELLS = (
     Cell("headline", "transformer", "200Mbit/s", FAR),
     *(Cell("elsewhere", name, "50Mbit/s", workers=16) for name in ("cnn", "transformer")),
     *(Cell("elsewhere", name, "50Mbit/s", uneven_links=True) for name in ("cnn", "transformer")),
-    *(Cell("rivals", name, link) for link in LINKS[1:] for name in ("cnn", "transformer")),
+    *(Cell("fresh", name, link) for link in LINKS for name in ("cnn", "transformer")),
     *(Cell("real", name, link) for name in ("cnn", "transformer") for link in LINKS),
     Cell("real", "transformer", "200Mbit/s", workers=8),
     *(Cell("sweep", name, link, workers=many) for name, many in SWEEP_RATES for link in SWEEP),

@@ -16,7 +16,9 @@ from benchmarks.race.studies import (
     CORRECTED,
     DILOCO,
     EAGER,
+    FAST,
     FEATURES,
+    GOOD,
     HEADLINE,
     RATES,
     SWEEP,
@@ -33,12 +35,10 @@ from offbeat_lab.job import Job
 from offbeat_lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat_lab.results import Result, by_seed, read_results
 from offbeat_lab.timing.padding import parse_slow
-from offbeat_lab.tuning import choices
+from offbeat_lab.tuning import Choice, choices
 
 Runs = dict[int, Result]
 """Results of one method by seed."""
-SHARE, LEVEL = 0.9, 0.98
-"""Shares of the ideal's improvement to which slowdowns are shown."""
 TRAININGS = {"transformer": "Transformer, AdamW", "cnn": "CNN, SGD"}
 DDP = "bsp --wire float32"
 NAMES = {
@@ -60,7 +60,7 @@ NAMES = {
 def cells_of(study: str, workload: str, folder: Path = RESULTS) -> list[Cell]:
     """Return the cells of a study and a workload that are complete.
 
-    In a complete cell, each method has all seeds, with the settings that tuning chose.
+    In a complete cell, each method has all seeds, with all settings that tuning chose.
     """
     return [
         cell
@@ -71,19 +71,20 @@ def cells_of(study: str, workload: str, folder: Path = RESULTS) -> list[Cell]:
 
 def _is_complete(cell: Cell, folder: Path) -> bool:
     try:
-        found = runs_of(cell, folder)
+        found = [runs_of(cell, folder, share) for share in (FAST, GOOD)]
     except FileNotFoundError:  # of the cell itself, or of that which chose its settings
         return False
-    return all(len(found.get(method, {})) == cell.seeds for method in cell.methods(folder))
+    methods = cell.methods(folder)
+    return all(len(runs.get(one, {})) == cell.seeds for runs in found for one in methods)
 
 
-def runs_of(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
-    """Return the runs of each method of a cell, with the settings that tuning chose."""
+def runs_of(cell: Cell, folder: Path = RESULTS, share: float = FAST) -> dict[str, Runs]:
+    """Return the runs of each method of a cell. Tuned settings are those first to ``share``."""
     results = read_results(cell.path(folder), trials=True)
     methods = cell.methods(folder)
     if cell.trials is None:
         return _of_labels(results, {one: Job("").under(one).label for one in methods})
-    chosen = {one.method: one.job.label for one in choices(results)}
+    chosen = {one.method: one.job.label for one in choices(results, share)}
     return _of_labels(results, {name: chosen[name] for name in methods if name in chosen})
 
 
@@ -108,7 +109,7 @@ def pairs(runs: Runs, ideal: Runs) -> list[tuple[Result, Result]]:
     return [(runs[seed], ideal[seed]) for seed in sorted(runs.keys() & ideal.keys())]
 
 
-def slowdowns(runs: Runs, ideal: Runs, share: float = LEVEL) -> list[float | None]:
+def slowdowns(runs: Runs, ideal: Runs, share: float) -> list[float | None]:
     """Return the slowdown to a share of the ideal's improvement for each seed.
 
     None stands for a run that never reaches it.
@@ -164,24 +165,27 @@ def expectations(folder: Path = RESULTS) -> str:
             tuned = runs_of(cell, folder)
             ideal, default = tuned["ideal"], first_runs(cell, folder)["streaming"]
             others = [one for one in tuned if one not in ("ideal", "streaming")]
-            best = min(others, key=lambda one: _rank(slowdowns(tuned[one], ideal, SHARE)))
+            best = min(others, key=lambda one: _rank(slowdowns(tuned[one], ideal, FAST)))
             verdict = _verdict(default, tuned[best], ideal, NAMES[best])
             shown = [verdict, *_time_and_end(default, ideal)]
             shown += [f"`{_settings(tuned[best])}`", *_time_and_end(tuned[best], ideal)]
-            shown.append(summary(slowdowns(tuned[DDP], ideal, SHARE)))
+            shown.append(summary(slowdowns(tuned[DDP], ideal, FAST)))
             lines.append(f"| {name}, {cell.link} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
 def _verdict(default: Runs, other: Runs, ideal: Runs, name: str) -> str:
     """Return which of two methods gains 90 % first; "level" if the interval contains 0."""
-    times = (slowdowns(runs, ideal, SHARE) for runs in (default, other))
+    times = (slowdowns(runs, ideal, FAST) for runs in (default, other))
     gaps = [
         (math.inf if late is None else late) - (math.inf if early is None else early)
         for early, late in zip(*times, strict=True)
     ]
     if any(math.isnan(gap) for gap in gaps):
         return "neither always arrives"
+    if math.inf in map(abs, gaps):
+        signs = {gap > 0 for gap in gaps}
+        return f"level with {name}" if len(signs) > 1 else "default" if True in signs else name
     interval = interval_of(gaps)
     if interval.low <= 0 <= interval.high:
         return f"level with {name}"
@@ -197,33 +201,66 @@ def _rank(values: Sequence[float | None]) -> tuple[int, float]:
     return values.count(None), median(values)
 
 
-def _time_and_end(runs: Runs, ideal: Runs) -> list[str]:
-    return [summary(slowdowns(runs, ideal, SHARE)), difference_at_end(runs, ideal)]
+def _time_and_end(runs: Runs, ideal: Runs, share: float = FAST) -> list[str]:
+    return [summary(slowdowns(runs, ideal, share)), difference_at_end(runs, ideal)]
 
 
 def links(workload: str, folder: Path = RESULTS) -> str:
     """Return the time to 90 % and the difference at the end: methods of ``headline`` × links."""
-    cells = {cell.link: runs_of(cell, folder) for cell in cells_of("headline", workload, folder)}
-    lines = _heading("method", *cells)
-    for method in next(iter(cells.values()), {}):
-        shown = [NAMES[method]]
-        for found in cells.values():
-            runs, ideal = found[method], found["ideal"]
-            texts = [end(runs)] if runs is ideal else _time_and_end(runs, ideal)
-            shown.append("; ".join(texts))
-        lines.append(f"| {' | '.join(shown)} |")
+    cells = cells_of("headline", workload, folder)
+    return "\n".join((*_heading("method", *(cell.link for cell in cells)), *_links(cells, folder)))
+
+
+def links_to_the_end(folder: Path = RESULTS) -> str:
+    """Return the same for 98 %, with the settings that were chosen for it."""
+    lines: list[str] = []
+    for workload, name in TRAININGS.items():
+        cells = cells_of("headline", workload, folder)
+        lines = lines or _heading("training", "method", *(cell.link for cell in cells))
+        lines += [f"| {name} {row}" for row in _links(cells, folder, GOOD)]
     return "\n".join(lines)
+
+
+def _links(cells: Sequence[Cell], folder: Path, share: float = FAST) -> list[str]:
+    found = [runs_of(cell, folder, share) for cell in cells]
+    lines = []
+    for method in found[0] if found else ():
+        shown = [NAMES[method]]
+        for runs in found:
+            if method == "ideal":
+                shown.append(end(runs[method]))
+            else:
+                shown.append("; ".join(_time_and_end(runs[method], runs["ideal"], share)))
+        lines.append(f"| {' | '.join(shown)} |")
+    return lines
 
 
 def tuned(workload: str, folder: Path = RESULTS) -> str:
-    """Return the table of all methods of ``headline``, with tuned settings."""
-    lines = _heading("link", "method", "settings", "half-way", "90 %", "98 %", "end", "end − ideal")
+    """Return the table of all methods of ``headline``, with all settings that tuning chose.
+
+    *first to* has the shares that they reach first among the method's trials. A star means that the
+    budget ended before all neighbouring settings were tried.
+    """
+    lines = _heading(
+        *("link", "method", "settings", "first to", "half-way", "90 %", "98 %"),
+        *("end", "end − ideal"),
+    )
     for cell in cells_of("headline", workload, folder):
-        found = runs_of(cell, folder)
-        for method, runs in found.items():
-            settings = f"`{_settings(runs)}`"
-            lines.append(_row(cell.link, NAMES[method], settings, runs, found["ideal"]))
+        results = read_results(cell.path(folder), trials=True)
+        chosen: dict[tuple[str, str], list[str]] = {}
+        for choice in sorted((*choices(results, FAST), *choices(results, GOOD)), key=_place):
+            text = f"{choice.share:.0%}{'*' * bool(choice.untried)}".replace("%", " %")
+            chosen.setdefault((choice.method, choice.job.label), []).append(text)
+        ideal = runs_of(cell, folder)["ideal"]
+        for (method, label), shares in chosen.items():
+            runs = ideal if method == "ideal" else by_seed(results, label)
+            settings = f"`{_settings(runs)}` | {', '.join(shares)}"
+            lines.append(_row(cell.link, NAMES[method], settings, runs, ideal))
     return "\n".join(lines)
+
+
+def _place(choice: Choice) -> int:
+    return HEADLINE.index(choice.method)
 
 
 def elsewhere(folder: Path = RESULTS) -> str:
@@ -363,7 +400,7 @@ def many(folder: Path = RESULTS) -> str:
             steps = statistics.fmean(_pass_steps(run) for run in runs.values())
             shown = [f"{cell.workers}{grouped}", cell.bandwidth, f"`{label}`"]
             shown += [f"{1000 * step:.1f} ms", f"{steps:.1f}"]
-            shown += [summary(slowdowns(runs, ideal, SHARE)), end(runs)]
+            shown += [summary(slowdowns(runs, ideal, FAST)), end(runs)]
             shown.append("" if runs is ideal else difference_at_end(runs, ideal))
             lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)
@@ -463,7 +500,7 @@ def _heading(*names: str) -> list[str]:
 def _row(first: str, method: str, settings: str | None, runs: Runs, ideal: Runs) -> str:
     shown = [first, method, *([] if settings is None else [settings])]
     shown.append(summary(half_way(runs, ideal)))
-    shown += [summary(slowdowns(runs, ideal, share)) for share in (SHARE, LEVEL)]
+    shown += [summary(slowdowns(runs, ideal, share)) for share in (FAST, GOOD)]
     shown.append(end(runs))
     shown.append("" if runs is ideal else difference_at_end(runs, ideal))
     return f"| {' | '.join(shown)} |"

@@ -1,6 +1,7 @@
 """Results of training runs, and their form as lines of the file ``results.jsonl``."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -96,10 +97,38 @@ class Result:
         """Training seconds to the recipe's target; None if the run did not reach it."""
         return self.seconds_to(self.target)
 
+    def best_so_far(self) -> list[tuple[float, float]]:
+        """Return seconds and the best metric so far of each evaluation, negated if lower is better.
+
+        NaN counts as the worst metric.
+        """
+        best, corners = -math.inf, []
+        for point in self.points:
+            best = max(best, point.metric if self.higher_is_better else -point.metric)
+            corners.append((point.seconds, best))
+        return corners
+
     def seconds_to(self, target: float) -> float | None:
-        """Return the training seconds at the first evaluation that reached ``target``, or None."""
-        sign = 1 if self.higher_is_better else -1
-        return next((p.seconds for p in self.points if sign * p.metric >= sign * target), None)
+        """Return the training seconds until ``target`` was reached, or None.
+
+        The best metric so far has straight lines between evaluations. If the first evaluation has
+        reached ``target``, the result is its time.
+        """
+        corners = self.best_so_far()
+        wanted = target if self.higher_is_better else -target
+        before = corners[:1]
+        for seconds, best in corners:
+            if best >= wanted:
+                start, low = before[0]
+                share = (wanted - low) / (best - low) if math.isfinite(low) and low < best else 1.0
+                return start + share * (seconds - start)
+            before = [(seconds, best)]
+        return None
+
+    def gained(self, share: float) -> float:
+        """Return the metric after a share of what the run gains until its last evaluation."""
+        first = self.points[0].metric
+        return first + share * (self.final - first)
 
     @property
     def is_ideal(self) -> bool:

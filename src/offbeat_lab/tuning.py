@@ -5,12 +5,14 @@ The *ideal* is the reference ``ideal``, the speed-up limit.
 
 Every method has the same budget of trials, all with one seed that the comparison does not use. The
 first trials have the best-known settings of the method, which it declares itself
-(``methods.tunable``). ``search`` proposes further trials, and ``score_of`` ranks all of them.
+(``methods.tunable``). ``search`` proposes further trials, and ``score_of`` ranks all of them by the
+time to a share of what the ideal gains. It searches for each of ``SHARES``, so a method is compared
+with the settings that are fast, and with those that end well.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +25,9 @@ from offbeat_lab.results import Result, Trial
 
 LEAST_BUDGET = 3
 """Smallest number of trials per method: the first settings, and two best-known ones."""
-_TOLERANCE = 0.02
+SHARES = (0.98, 0.9)
+"""Shares of what the ideal gains in its whole run. The search for the first one begins, with three
+quarters of the budget."""
 _RATE = Axis("lr_scale")
 _WIRE = Axis("wire", ("float32", "int4", "int2"))
 
@@ -131,47 +135,30 @@ Score = tuple[int, float, float]
 """Rank of a trial; the smaller, the better. The last number is the negated final metric."""
 
 
-def score_of(trial: Result, trials: Sequence[Result]) -> Score:
+def score_of(trial: Result, trials: Sequence[Result], share: float) -> Score:
     """Return the score of a trial.
 
-    The target is the final metric of the ideal's best trial, relaxed by 2 % of the range between
-    that trial's first and best evaluation. A trial is better if it reaches the target earlier, and
-    of two at the same time the one that ends better. Trials that never reach it come next, ranked
-    by their final metric, as are the ideal's. Diverged trials come last.
+    A trial is better if it reaches the target earlier, and of two at the same time the one that
+    ends better. The target is the metric after ``share`` of what the ideal's best trial gains.
+    Trials that never reach it come next, ranked by their final metric, as are the ideal's. Diverged
+    trials come last.
 
     Args:
         trial: The trial.
         trials: All trials so far, with those of the ideal.
+        share: One of ``SHARES``.
     """
     if trial.diverged:
         return 2, trial.job.lr_scale, 0.0  # so that the search continues towards smaller rates
-    seconds = None if trial.is_ideal else trial.seconds_to(_level(trials))
-    end = -_sign(trial) * trial.final
+    seconds = None if trial.is_ideal else trial.seconds_to(reference(trials).gained(share))
+    end = -trial.final if trial.higher_is_better else trial.final
     return (1, 0.0, end) if seconds is None else (0, seconds, end)
-
-
-def _level(trials: Sequence[Result]) -> float:
-    """Return the value of the metric that trials shall reach."""
-    best = reference(trials)
-    sign = _sign(best)
-    tolerance = _TOLERANCE * (_best(best) - sign * best.points[0].metric)
-    return best.final - sign * tolerance
 
 
 def reference(trials: Sequence[Result]) -> Result:
     """Return the ideal's best trial."""
     ideals = [trial for trial in trials if trial.is_ideal]
-    return min(ideals, key=lambda trial: score_of(trial, ideals))
-
-
-def _sign(result: Result) -> int:
-    return 1 if result.higher_is_better else -1
-
-
-def _best(result: Result) -> float:
-    """Return the best metric of all evaluations, negated if lower is better."""
-    values = [_sign(result) * point.metric for point in result.points]
-    return max(filter(math.isfinite, values), default=-math.inf)
+    return min(ideals, key=lambda trial: score_of(trial, ideals, SHARES[0]))
 
 
 # -- search ----------------------------------------------------------------------------------------
@@ -189,9 +176,9 @@ def tune(
 
     The first settings of a method are its first best-known ones, at the learning rate of ``job``.
     Then follow its best-known settings at the ideal's best learning rate, and what ``search``
-    proposes. Each method gets a job with its chosen settings and, if ``text`` alone was its first
-    trial and they differ, one with the settings that ``text`` alone has. All these jobs have the
-    seed of ``job``.
+    proposes for each of ``SHARES``. Each method gets a job with the settings that were chosen for
+    each share and, if ``text`` alone was its first trial, one with the settings that ``text`` alone
+    has. Equal jobs run once. All these jobs have the seed of ``job``.
 
     Args:
         job: Settings that all runs share.
@@ -203,45 +190,62 @@ def tune(
     jobs: list[Job] = []
     shared, rate = replace(job, seed=tuning_seed(job)), job.lr_scale
     for text in with_ideal(methods):
+        tried: dict[Job, Result] = {}
 
-        def score(job: Job, text: str = text) -> Score:
-            trials.append(run(job, Trial(text, budget)))
-            return score_of(trials[-1], trials)
+        def measure(job: Job, text: str = text, tried: dict[Job, Result] = tried) -> None:
+            if job not in tried:
+                tried[job] = run(job, Trial(text, budget))
+                trials.append(tried[job])
 
         first = shared.under(untuned(text))
-        starts = _starts(text, shared, rate, trials)
-        best = search(starts, _axes(text, first.strategy), score, budget)
-        jobs += [best, first] if first == shared.under(text) else [best]
+        for start in _starts(text, shared, rate, trials):
+            measure(start)
+        good, fast = SHARES
+        best = {}
+        for share, most in ((good, math.ceil(0.75 * budget)), (fast, budget), (good, budget)):
+
+            def score(trial: Result, share: float = share) -> Score:
+                return score_of(trial, trials, share)
+
+            best[share] = search(tried, _axes(text, first.strategy), measure, score, most)
+        jobs += (best[fast], best[good])
+        jobs += [first] if first == shared.under(text) else []
         rate = reference(trials).job.lr_scale
     return [replace(one, seed=job.seed) for one in dict.fromkeys(jobs)]
 
 
 def search(
-    starts: Iterable[Job], axes: Sequence[Axis], score: Callable[[Job], Score], budget: int
+    tried: Mapping[Job, Result],
+    axes: Sequence[Axis],
+    measure: Callable[[Job], None],
+    score: Callable[[Result], Score],
+    budget: int,
 ) -> Job:
-    """Return the job with the smallest score found by a coordinate search from the best start.
+    """Return the job with the smallest score found by a coordinate search from the best of all.
 
     The search changes one setting after the other. It goes up the axis while the score improves, or
     else down. It repeats this with all settings until none improves the score, or the
     budget is spent. Of jobs with equal scores, the earlier one is better. A value that the method
     refuses ends the search in this direction and costs no trial.
+
+    Args:
+        tried: The trials so far, at least one.
+        axes: Settings to change.
+        measure: Function that runs a trial and adds it to ``tried``.
+        score: Function that scores a trial.
+        budget: Largest number of trials, with those so far.
     """
-    scores: dict[Job, Score] = {}
-    for start in starts:
-        if start not in scores:
-            scores[start] = score(start)
-    best, before = min(scores, key=lambda job: scores[job]), None
+    best, before = min(tried, key=lambda job: score(tried[job])), None
     while best is not before:
         before = best
         for axis in axes:
             for up in (True, False):
                 before_axis = best
                 while (job := _neighbour(best, axis, up=up)) is not None:
-                    if job not in scores:
-                        if len(scores) == budget:
-                            return best
-                        scores[job] = score(job)
-                    if scores[job] >= scores[best]:
+                    if job not in tried and len(tried) >= budget:
+                        return best
+                    measure(job)
+                    if score(tried[job]) >= score(tried[best]):
                         break
                     best = job
                 if best is not before_axis:
@@ -258,14 +262,16 @@ class Choice:
 
     Attributes:
         method: The method as the user gave it.
-        job: Job of the method's best trial.
+        share: The share of what the ideal gains, one of ``SHARES``.
+        job: Job of the method's first trial to reach this share.
         trials: Number of the method's trials.
-        seconds: Training seconds of the best trial to the target of ``score_of``. None: never.
+        seconds: Training seconds of that trial to the share. None: never.
         final: Its final metric.
         untried: Settings of which a neighbouring value was not tried, because the budget ended.
     """
 
     method: str
+    share: float
     job: Job
     trials: int
     seconds: float | None
@@ -273,7 +279,7 @@ class Choice:
     untried: tuple[str, ...]
 
 
-def choices(results: Sequence[Result]) -> list[Choice]:
+def choices(results: Sequence[Result], share: float) -> list[Choice]:
     """Return the choice for each method with trials in ``results``, in order of first trials.
 
     If ``results`` have runs with the settings of some trials, one of these was chosen.
@@ -287,8 +293,9 @@ def choices(results: Sequence[Result]) -> list[Choice]:
     found = []
     for method, tried in by_method.items():
         candidates = [trial for trial in tried if trial.label in compared] or tried
-        best = min(candidates, key=lambda trial: score_of(trial, trials))
-        seconds, labels = best.seconds_to(_level(trials)), {trial.label for trial in tried}
+        best = min(candidates, key=lambda trial: score_of(trial, trials, share))
+        seconds = best.seconds_to(reference(trials).gained(share))
+        labels = {trial.label for trial in tried}
         untried = (
             axis.name
             for axis in _axes(method, best.strategy)
@@ -296,7 +303,7 @@ def choices(results: Sequence[Result]) -> list[Choice]:
             if (job := _neighbour(best.job, axis, up=up)) and job.label not in labels
         )
         settings = tuple(dict.fromkeys(untried))
-        found.append(Choice(method, best.job, len(tried), seconds, best.final, settings))
+        found.append(Choice(method, share, best.job, len(tried), seconds, best.final, settings))
     return found
 
 

@@ -24,6 +24,7 @@ from offbeat_lab.methods.tunable import TAU, tunable_of
 from offbeat_lab.results import Result, Trial, read_results
 from offbeat_lab.tuning import (
     LEAST_BUDGET,
+    SHARES,
     choices,
     score_of,
     tune,
@@ -195,30 +196,54 @@ def _distance(name: str, value: Any, best: Any) -> float:
 # Scores
 
 
-def test_the_level_is_the_final_metric_of_the_best_ideal_less_two_percent_of_its_range() -> None:
-    """Its range is from 0.1 to 0.6, so the level is 0.55 - 0.02 · 0.5 = 0.54."""
+def test_the_level_is_a_share_of_what_the_best_ideal_gains() -> None:
+    """It gains from 0.1 to 0.55: 98 % are 0.541, and 90 % are 0.505. Lines are straight."""
     worse = make("ideal --lr-scale 4", [(1, 0.1), (2, 0.6), (3, 0.5)])
     best = make("ideal", [(1, 0.1), (2, 0.6), (3, 0.55)])
     ideals = [worse, best, make("ideal --lr-scale 2", [(1, 0.1), (2, math.nan)])]
     scores = [(1, 0, -0.5), (1, 0, -0.55), (2, 2.0, 0)]
-    assert [score_of(one, ideals) for one in ideals] == scores
-    in_time = make("bsp", [(5, 0.539), (6, 0.541), (7, 0.2)])
-    never = make("bsp", [(5, 0.4), (6, 0.539), (7, 0.2)])
+    for share in SHARES:
+        assert [score_of(one, ideals, share) for one in ideals] == scores
+    in_time = make("bsp", [(5, 0.501), (6, 0.551), (7, 0.2)])
+    never = make("bsp", [(5, 0.4), (6, 0.504), (7, 0.2)])
     lost = make("bsp", [(5, 0.6), (6, 0.6)], more={"test loss": math.nan})
-    assert [score_of(one, ideals) for one in (in_time, never, lost)] == [
-        (0, 6, -0.2),
-        (1, 0, -0.2),
-        (2, 1.0, 0),
-    ]
+    for share, seconds in ((0.98, 5.8), (0.9, 5.08)):
+        assert [score_of(one, ideals, share) for one in (in_time, never, lost)] == [
+            (0, pytest.approx(seconds), -0.2),
+            (1, 0, -0.2),
+            (2, 1.0, 0),
+        ]
 
 
 def test_the_level_of_a_loss() -> None:
-    """The range is from 5 to 2, so the level is 2 + 0.02 · 3 = 2.06."""
+    """It falls from 5 to 2: 98 % are 2.06."""
     ideals = [make("ideal", [(1, 5.0), (2, 2.0)], recipe="stdlib-lm")]
-    assert score_of(ideals[0], ideals) == (1, 0, 2.0)
+    assert score_of(ideals[0], ideals, 0.98) == (1, 0, 2.0)
     bsp = make("bsp", [(1, 2.07), (2, 2.05)], recipe="stdlib-lm")
-    assert score_of(bsp, ideals) == (0, 2, 2.05)
-    assert score_of(make("bsp", [(1, 2.07)], recipe="stdlib-lm"), ideals) == (1, 0, 2.07)
+    assert score_of(bsp, ideals, 0.98) == (0, pytest.approx(1.5), 2.05)
+    assert score_of(make("bsp", [(1, 2.07)], recipe="stdlib-lm"), ideals, 0.98) == (1, 0, 2.07)
+
+
+def test_a_method_is_compared_with_fast_settings_and_with_those_that_end_well() -> None:
+    """Of the rates, the largest reaches 90 % first, and a rate of 2 reaches 98 % first."""
+
+    def run(trial: Job, mark: Trial) -> Result:
+        rate = trial.lr_scale
+        points = [(0, 0.0), (4.0, 0.5), (8.0, 1.0)]
+        if mark.method != "ideal":
+            points = [(0, 0.0), (10 / rate, 0.95), (20.0, 1.0 if rate <= 2 else 0.96)]
+        return replace(make("bsp", points), job=trial, trial=mark)
+
+    ideal, fast, good, first = tune(JOB, ["ideal --lr-scale 1", FIXED], 5, run)
+    assert [ideal.label, good.label, first.label] == [
+        "ideal",
+        "bsp --lr-scale 2 --wire int8",
+        FIXED,
+    ]
+    assert fast.lr_scale > 2
+    trials = [run(one, Trial(FIXED, 5)) for one in (fast, good)]
+    trials += [run(ideal, Trial("ideal", 5))]
+    assert [choices(trials, share)[0].job for share in (0.9, 0.98)] == [fast, good]
 
 
 # Comparisons
@@ -307,9 +332,12 @@ def test_the_report_has_the_choices_and_no_trials(tmp_path: Path) -> None:
     fixed = "bsp --lr-scale 1 --wire int8"
     ended = "budget ended before: wire, period, lr_scale"
     assert table.rows == (
-        ("ideal", "ideal --lr-scale 2", "3", "2.0 s", "complete"),
-        ("local", "local:period=2 --lr-scale 2 --wire int4", "3", "2.0 s", ended),
-        (fixed, "bsp --wire int8", "1", "never, ends at 0.8", "complete"),
+        ("ideal", "ideal --lr-scale 2", "3", "90% (1.9 s), 98% (2.0 s)", "0.9", "complete"),
+        (
+            *("local", "local:period=2 --lr-scale 2 --wire int4", "3"),
+            *("90% (1.9 s), 98% (2.0 s)", "0.9", ended),
+        ),
+        (fixed, "bsp --wire int8", "1", "90% (never), 98% (never)", "0.8", "complete"),
     )
     runs = without_trials(results)
     assert [one.label for one in runs[:2]] == ["ideal --lr-scale 2", "ideal"]
@@ -333,5 +361,5 @@ def test_a_choice_is_complete_if_all_its_neighbours_were_tried() -> None:
     ideal = replace(make("ideal", [(1, 0.9)]), trial=Trial("ideal --lr-scale 1", 3))
     for compared, untried in (("--lr-scale 2", ()), ("--lr-scale 4", ("lr_scale",))):
         run = make(f"bsp {compared} --wire int8", [(1, 0.4)])
-        _, choice = choices([ideal, *trials, run])
+        _, choice = choices([ideal, *trials, run], 0.9)
         assert (choice.job.label, choice.untried) == (run.label, untried)

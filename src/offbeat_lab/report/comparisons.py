@@ -20,7 +20,7 @@ from offbeat_lab.report.rows import (
 )
 from offbeat_lab.report.tables import SHARE, percent, spread
 from offbeat_lab.results import Result
-from offbeat_lab.tuning import choices, without_trials
+from offbeat_lab.tuning import SHARES, Choice, choices, without_trials
 
 
 def other_tables(results: Sequence[Result], *, ranges: bool = True) -> dict[str, Table]:
@@ -110,8 +110,8 @@ def differences(results: Sequence[Result]) -> Table | None:
     if not cells:
         return None
     caption = (
-        f"Differences from {base.name} with the same seed: mean [95 % interval by bootstrap over "
-        f"the seeds, if there are at least {MIN_SEEDS}]"
+        f"Differences from {base.name} with the same seed: mean [95 % interval over the "
+        f"seeds, if there are at least {MIN_SEEDS}]"
     )
     return Table(("strategy", SHARE, "seeds", "final", "training time"), tuple(cells), caption)
 
@@ -141,26 +141,30 @@ def tuning(results: Sequence[Result]) -> Table | None:
     Returns:
         The table, or None if ``results`` has no trials.
     """
-    cells = [
-        (
-            choice.method,
-            choice.job.label,
-            str(choice.trials),
-            f"never, ends at {choice.final:.4g}"
-            if choice.seconds is None
-            else f"{choice.seconds:.1f} s",
-            f"budget ended before: {', '.join(choice.untried)}" if choice.untried else "complete",
-        )
-        for choice in choices(results)
-    ]
-    if not cells:
+    trial = next((result.trial for result in results if result.trial is not None), None)
+    if trial is None:
         return None
-    trial = next(result for result in results if result.trial is not None)
-    assert trial.trial is not None
+    by_settings: dict[tuple[str, str], list[Choice]] = {}
+    for share in sorted(SHARES):
+        for choice in choices(results, share):
+            by_settings.setdefault((choice.method, choice.job.label), []).append(choice)
+    cells = []
+    for (method, label), chosen in by_settings.items():
+        untried = chosen[0].untried
+        first = ", ".join(
+            f"{one.share:.0%} ({'never' if one.seconds is None else f'{one.seconds:.1f} s'})"
+            for one in chosen
+        )
+        ended = f"budget ended before: {', '.join(untried)}" if untried else "complete"
+        end = f"{chosen[0].final:.4g}"
+        cells.append((method, label, str(chosen[0].trials), first, end, ended))
+    methods = list(dict.fromkeys(method for method, *_ in cells))
+    cells.sort(key=lambda row: methods.index(row[0]))
+    seed = next(result.job.seed for result in results if result.trial is not None)
     caption = (
-        f"Settings chosen with at most {trial.trial.budget} trials per method and the seed "
-        f"{trial.job.seed}, which is not in the other tables. The first to reach 98 % of what the "
-        "best trial of the ideal gains was chosen. A search is complete if all neighbouring values "
-        "were tried"
+        f"Settings chosen with at most {trial.budget} trials per method and the seed {seed}, which "
+        "is not in the other tables: the first to reach a share of what the best trial of the "
+        "ideal gains. A search is complete if all neighbouring values were tried"
     )
-    return Table(("strategy", "chosen", "trials", "to 98 %", "search"), tuple(cells), caption)
+    headings = ("strategy", "chosen", "trials", "first to", "final", "search")
+    return Table(headings, tuple(cells), caption)
