@@ -92,9 +92,9 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/strategies": (1358, 512),
     "src/offbeat/training": (2527, 1431),
     "src/offbeat/transport": (2641, 1302),
-    "src/offbeat_lab": (9907, 5286),
-    "benchmarks": (6623, 4157),
-    "tests": (35390,),
+    "src/offbeat_lab": (9953, 5314),
+    "benchmarks": (6627, 4162),
+    "tests": (35428,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
