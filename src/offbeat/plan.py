@@ -406,9 +406,9 @@ def plan(
     recommendation.
 
     *Not modelled*: the final metric; stragglers, which ``offbeat compare --simulate`` shows; the
-    arithmetic of sums and codecs; buffers; other traffic on the
-    network; and eager schedules with a staleness of 1. All steps take equally long, and backward
-    takes twice as long as forward.
+    arithmetic of sums and codecs; buffers; and other traffic on the network. All steps take equally
+    long, and backward takes twice as long as forward. Eager schedules with a staleness of 1 have no
+    formula, and are refused.
 
     **Nodes.** With ``attach(..., node_group=…)`` give the number of nodes as ``workers``, the step
     of a node as ``step_time``, which includes the mean of the gradients inside, and the link of a
@@ -477,6 +477,11 @@ def _row(text: str, setting: _Setting) -> Forecast:
         raise ValueError(
             f"plan needs target_lssr, as in selsync:target_lssr=0.9: how often {strategy} "
             "synchronizes follows from the gradients. Or run it with offbeat compare --simulate"
+        )
+    if getattr(strategy, "schedule", None) == "eager" and getattr(strategy, "staleness", None) == 1:
+        raise ValueError(
+            f"plan has no formula for {strategy}: give a staleness of 2 or more, or run it with "
+            "offbeat compare --simulate"
         )
     wire = cast(Precision, given.strip() or strategy.default_wire)
     require_choice("--wire", wire, ("float32", *BLOCK_BYTES))

@@ -184,6 +184,7 @@ def test_other_strategies_are_refused(text: str) -> None:
         ({"strategies": "bsp"}, "must be a list like"),
         ({"strategies": ["bsp --wire int3"]}, "--wire must be"),
         ({"strategies": ["selsync:delta=0.3"]}, "plan needs target_lssr"),
+        ({"strategies": ["async:schedule=eager,staleness=1"]}, "no formula for async.*staleness"),
     ],
 )
 def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
