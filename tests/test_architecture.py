@@ -77,8 +77,8 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2225, 1105),
-    "src/offbeat/averaging": (3345, 1827),
+    "src/offbeat": (2230, 1110),
+    "src/offbeat/averaging": (3352, 1834),
     "src/offbeat/checkpoint": (1004, 534),
     "src/offbeat/cli": (587, 321),
     "src/offbeat/data": (803, 393),
@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9953, 5314),
     "benchmarks": (6627, 4162),
-    "tests": (35428,),
+    "tests": (35464,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

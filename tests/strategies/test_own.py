@@ -2,6 +2,7 @@
 
 import runpy
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 
@@ -54,6 +55,40 @@ def test_a_due_message_is_decided_with_the_votes_of_the_one_before() -> None:
     """The messages are faster than four steps."""
     for calls in simulated(decided, workers=3):
         assert calls == [(4, 0), (8, 3), (12, 3)]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Wrong(Strategy):
+    """Decides a number of parts that is not allowed."""
+
+    lands: Literal["arrived"] | int = 1
+    number: float = 1.5
+
+    def averages(self) -> GlobalModel:
+        return GlobalModel(lands=self.lands)
+
+    def due(self, worker: WorkerView) -> bool:
+        return True
+
+    def decide(self, worker: WorkerView, sums: SummedVotes) -> float:
+        return self.number
+
+
+@pytest.mark.parametrize(
+    ("lands", "number"), [(1, 1.5), (1, 99), (1, -1), ("arrived", 0), ("arrived", 0.5)]
+)
+def test_a_wrong_number_of_parts_is_an_error(
+    lands: Literal["arrived"] | int, number: float
+) -> None:
+    def train(rank: int, size: int) -> None:
+        model = make_wide(seed=rank)
+        optimizer = sgd(model)
+        with attach(model, optimizer, Wrong(lands=lands, number=number)):
+            for step in range(3):
+                wide_step(model, optimizer, rank, step)
+
+    with pytest.raises(ValueError, match=rf"Wrong.decide returned {number}: .* at most \d+"):
+        simulated(train, workers=2)
 
 
 def test_the_example_of_a_custom_flow_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -385,7 +385,14 @@ class Averager(Flow):
     def next_parts(self, number: float) -> list[Part]:
         """Return the parts that are launched next, in cyclic order. ``inf``: all parts."""
         state, count = self.state, len(self.parts)
-        number = count if number == math.inf else int(number)
+        number = count if number == math.inf else number
+        if number not in range(1, count + 1):
+            name = type(self.strategy).__name__
+            raise ValueError(
+                f"{name}.decide returned {number}: return a whole number of parts, at most "
+                f'{count}, or inf; with lands="arrived" at least 1'
+            )
+        number = int(number)
         parts = [self.parts[(state.next_part + i) % count] for i in range(number)]
         state.next_part = (state.next_part + number) % count
         return parts
