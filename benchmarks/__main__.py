@@ -14,7 +14,6 @@ from benchmarks.harness import HEADER, report
 NAMES = {
     "trigger": "costs.trigger",
     "codec": "costs.codec",
-    "step": "costs.step",
     "memory": "costs.memory",
     "large": "costs.large",
     "gpu": "costs.gpu",
