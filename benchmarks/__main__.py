@@ -18,7 +18,6 @@ NAMES = {
     "large": "costs.large",
     "gpu": "costs.gpu",
     "validation": "costs.validation",
-    "availability": "launched.availability",
     "start": "launched.start",
 }
 """Name of a benchmark → its module, which has a function ``results``."""
