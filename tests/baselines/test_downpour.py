@@ -62,18 +62,12 @@ def play(
 ) -> tuple[list[list[Tensor]], Tensor, dict[int, int]]:
     """Downpour with one worker's step at a time, in ``order``.
 
-    Messages take next to no time: z has come before the next step ends, and at once where the
-    worker itself keeps all of it.
+    Messages take next to no time: z has come before the next step ends.
     """
     models = [make_model(seed=0) for _ in range(size)]
     optimizers = [make(model) for model in models]
     trace: list[list[Tensor]] = [[] for _ in range(size)]
     z = flat(models[0])
-    server = nn.Parameter(z.clone())
-    at_server: Any = torch.optim.Adagrad if strategy.server_optimizer == "adagrad" else None
-    if at_server is None:
-        at_server = torch.optim.SGD
-    served = at_server([server], lr=strategy.server_lr)
     sums = [torch.zeros_like(z) for _ in range(size)]
     unpushed, pushes, downloads = [0] * size, [0] * size, [[0] * size for _ in range(size)]
     staleness: dict[int, int] = {}
@@ -86,11 +80,11 @@ def play(
             coming[rank] = None
 
     def push(rank: int) -> None:
+        nonlocal z
         behind = sum(pushes[o] - downloads[rank][o] for o in range(size) if o != rank)
         staleness[behind] = staleness.get(behind, 0) + 1
         pushes[rank] += 1
-        server.grad = -sums[rank]
-        served.step()
+        z = z + sums[rank]
         sums[rank], unpushed[rank] = torch.zeros_like(z), 0
 
     for rank in order:
@@ -103,23 +97,19 @@ def play(
         if (step + 1) % strategy.push_every == 0:
             push(rank)
         if (step + 1) % strategy.fetch_every == 0:
-            coming[rank] = server.detach().clone(), flat(model)
+            coming[rank] = z, flat(model)
             downloads[rank] = list(pushes)
-        if strategy.servers == (rank,):
-            fetched(rank)
         trace[rank].append(flat(model))
     for rank in sorted(range(size), key=lambda r: max(i for i, o in enumerate(order) if o == r)):
         if unpushed[rank]:
             push(rank)
-    return trace, server.detach(), staleness
+    return trace, z, staleness
 
 
 STRATEGIES = [
     Downpour(),
     Downpour(push_every=3, fetch_every=2),
-    Downpour(push_every=2, fetch_every=5, servers=(1,)),
-    Downpour(push_every=2, fetch_every=2, server_lr=0.5),
-    Downpour(push_every=2, fetch_every=3, server_optimizer="adagrad", server_lr=0.1),
+    Downpour(push_every=2, fetch_every=5),
 ]
 
 
@@ -146,14 +136,11 @@ def test_two_workers_step_by_step(strategy: Downpour, make: Make) -> None:
         close(one["end"], z)
         assert torch.equal(one["end"], result.results[0]["end"])
         details = one["stats"].details
-        if strategy.servers is None or rank in strategy.servers:
-            assert details["staleness_histogram"] == staleness
-            assert details["pushes_served"] == sum(staleness.values())
-            assert details["staleness_max"] == max(staleness)
-        taken = steps[rank] if strategy.servers == (rank,) else steps[rank] - 1
-        assert one["stats"].syncs == taken // strategy.fetch_every
-        servers = strategy.servers or (0, 1)
-        others = 8 * z.numel() * sum(server != rank for server in servers) // len(servers)
+        assert details["staleness_histogram"] == staleness
+        assert details["pushes_served"] == sum(staleness.values())
+        assert details["staleness_max"] == max(staleness)
+        assert one["stats"].syncs == (steps[rank] - 1) // strategy.fetch_every
+        others = 8 * z.numel() // 2
         assert 0 <= details["pulled_bytes"] - others * one["stats"].syncs <= others
 
 
@@ -172,15 +159,16 @@ def test_one_worker_trains_as_without_a_server(make: Make) -> None:
 def test_steps_taken_while_a_fetch_travels_stay() -> None:
     """By hand: a round trip of 5 and a bit steps, two workers, gradients and rate of 1.
 
-    At step 1 rank 0 pushes η g/N = 1/2 and asks. What comes at step 7 holds that half, and the 6
-    steps since stay. Then the halves of steps 2 to 7 go together; step 13 brings them.
+    Rank 1 serves the only number of the model. At step 1 rank 0 pushes η g/N = 1/2 and asks. What
+    comes at step 7 holds that half, and the 6 steps since stay. Then the halves of steps 2 to 7 go
+    together; step 13 brings them.
     """
 
     def work() -> list[float]:
         model = nn.Module()
         model.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        sync = offbeat.attach(model, optimizer, Downpour(servers=(1,)))
+        sync = offbeat.attach(model, optimizer, Downpour())
         trace = []
         for _ in range(14 * (dist.get_rank() == 0)):
             model.x.grad = torch.ones(1, dtype=torch.float64)

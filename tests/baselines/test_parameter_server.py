@@ -10,6 +10,7 @@ import offbeat
 from offbeat.transport.team import Team
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from offbeat_lab.baselines.parameter_server import ParameterServer
+from offbeat_lab.baselines.shard import Rule
 from transport.communicators import World, gloo, meet, worlds_of_several
 from workers import run
 
@@ -21,12 +22,16 @@ def test_a_message_that_is_not_a_request_is_refused(world: World, kind: int) -> 
 
     def work(communicator: Any) -> str:
         team = Team(communicator)
-        server = ParameterServer(team, torch.zeros(4), servers=(0,))
+        server = ParameterServer(team, torch.zeros(4), Rule())
         server.barrier()
+        if world is gloo:
+            meet("the barrier is over", [0, 1, 2])
         if team.rank == 1:
             header = torch.tensor([kind, 0, 0])
             team.communicator.send(header, destination=0, tag=1, what="test").wait()
         if team.rank > 0:
+            if world is gloo:
+                meet("the message is refused", [0, 1, 2])
             return ""
         if world is gloo:
             for thread in threading.enumerate():
@@ -36,6 +41,8 @@ def test_a_message_that_is_not_a_request_is_refused(world: World, kind: int) -> 
             team.host.sleep(1.0, "the message")
         with pytest.raises(offbeat.OffbeatError) as caught:
             server.start("pull")
+        if world is gloo:
+            meet("the message is refused", [0, 1, 2])
         return f"{type(caught.value).__name__}: {caught.value}"
 
     text = world(work)[0]
@@ -46,7 +53,7 @@ def test_a_message_that_is_not_a_request_is_refused(world: World, kind: int) -> 
 def wait_in_vain(rank: int, size: int) -> tuple[str, list[str]]:
     """Exchange values for clock 1, then wait for clock 2, which rank 1 never reaches."""
     team = Team(TorchCommunicator(None, timeout_seconds=0.3, liveness_seconds=0.6))
-    server = ParameterServer(team, torch.zeros(6))
+    server = ParameterServer(team, torch.zeros(6), Rule())
 
     def exchange(clock: int) -> None:
         server.vector.fill_(1)

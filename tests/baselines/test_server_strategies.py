@@ -89,7 +89,6 @@ def drift(rank: int, size: int, strategy: Strategy) -> tuple[Tensor, ...]:
         SSP(staleness=0),
         SSP(staleness=3),
         Downpour(push_every=2, fetch_every=3),
-        Downpour(servers=(2, 0)),
     ],
     ids=str,
 )

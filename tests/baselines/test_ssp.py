@@ -35,13 +35,10 @@ def train(rank: int, size: int, strategy: SSP, kind: str, steps: Sequence[int]) 
 
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum"])
-@pytest.mark.parametrize("servers", [None, (1,)], ids=str)
-def test_staleness_0_with_linear_optimizers_is_bsp(
-    kind: str, servers: tuple[int, ...] | None
-) -> None:
+def test_staleness_0_with_linear_optimizers_is_bsp(kind: str) -> None:
     """The mean of the updates is the update of the mean gradient; momentum and decay are linear."""
     want = bsp_reference(3, kind, 11)
-    for result in run(train, SSP(staleness=0, servers=servers), kind, [11] * 3, workers=3):
+    for result in run(train, SSP(staleness=0), kind, [11] * 3, workers=3):
         for got, expected in zip(result["trace"], want, strict=True):
             close(got, expected)
         close(result["end"], want[-1])

@@ -66,11 +66,10 @@ def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) ->
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        ("ssp:staleness=2,servers=0", "training"),
-        ("ssp:staleness=2,servers=0", "consensus"),
-        ("easgd:synchronous=true,period=1,servers=0", "finish"),
-        pytest.param("downpour:servers=0", "finish", marks=pytest.mark.nightly),
-        pytest.param("ssp:staleness=2", "training", marks=pytest.mark.nightly),
+        ("ssp:staleness=2", "training"),
+        ("ssp:staleness=2", "consensus"),
+        ("easgd:period=1", "finish"),
+        pytest.param("downpour", "finish", marks=pytest.mark.nightly),
     ],
 )
 def test_the_death_of_a_client_of_a_busy_server_is_noticed(

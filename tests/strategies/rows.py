@@ -111,7 +111,6 @@ REFERENCES = [
     Row("ssp:staleness=0"),
     Row("ssp:staleness=2", timed=True),
     Row("downpour", alone="downpour:fetch_every=1000", timed=True),
-    Row("easgd:period=2,synchronous=true", alone="easgd:period=1000"),
     Row("easgd:period=2", alone="easgd:period=1000", timed=True),
     Row(
         "sparseloco:period=4,density=0.25",

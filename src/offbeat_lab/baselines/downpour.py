@@ -6,7 +6,7 @@ parameter servers.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,30 +14,7 @@ from typing_extensions import override
 
 from offbeat.extend import setting
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
-from offbeat_lab.baselines.shard import Rule
 from offbeat_lab.methods.tunable import Axis, Tunable
-
-
-class OptimizerRule(Rule):
-    """The server's optimizer, which takes −S as its gradient.
-
-    SGD: z ← z + lr·S. Adagrad: q ← q + S²;  z ← z + lr·S/(√q + 1e-10).
-    """
-
-    def __init__(self, strategy: "Downpour") -> None:
-        self._adagrad = strategy.server_optimizer == "adagrad"
-        self._lr = strategy.server_lr
-        self._squares: Tensor | None = None  # q
-
-    @override
-    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        if not self._adagrad:
-            shard.add_(values, alpha=self._lr)
-            return
-        if self._squares is None:
-            self._squares = torch.zeros_like(shard)
-        self._squares.addcmul_(values, values)
-        shard.addcdiv_(values, self._squares.sqrt().add_(1e-10), value=self._lr)
 
 
 class DownpourFlow(ServerFlow):
@@ -68,10 +45,6 @@ class DownpourFlow(ServerFlow):
         self.requested = torch.empty_like(self.known)
         self.updates = torch.zeros_like(self.known)
 
-    @override
-    def rule(self) -> Rule:
-        return OptimizerRule(self.strategy)
-
     def _add_update(self) -> None:
         """S ← S + u. In ranges, so that u needs little memory."""
         model = self.model
@@ -96,7 +69,7 @@ class DownpourFlow(ServerFlow):
         self.fetch_due = self.fetch_due or self.steps % strategy.fetch_every == 0
         fetched = self._take()
         self._send()
-        # The answer has arrived already if this rank holds the only shard.
+        # The answer has arrived already if there is a single worker.
         fetched = self._take() or fetched
         self.update_details()
         return fetched
@@ -148,8 +121,7 @@ class Downpour(ServerStrategy):
 
         x̂ ← T(x, g);  S ← S + (x̂ − x)/N;  x ← x̂
         if z has arrived:     x ← z + (x − x at the request for z)
-        every n_push steps:   send S;  S ← 0;  the server: z ← z + server_lr·S, or Adagrad with −S
-                                               as its gradient
+        every n_push steps:   send S;  S ← 0;  the server: z ← z + S
         every n_fetch steps:  request z
 
     The worker computes while a request is in flight. At most one request is in flight. Pushes and
@@ -162,23 +134,20 @@ class Downpour(ServerStrategy):
     Args:
         push_every: Steps between two pushes, n_push ≥ 1.
         fetch_every: Steps between two fetches, n_fetch ≥ 1.
-        server_optimizer: "sgd" or "adagrad".
-        server_lr: Learning rate of the server's optimizer, > 0. Adagrad needs another one than 1.
-        servers: See ``ServerStrategy``.
 
     *Communication*: S every n_push steps and the model every n_fetch steps, or less often if the
     network is too slow. *Memory*: four flat copies of the model: S, x after the last step, x at the
-    last request, and the buffer of the request. If all ranks are servers, a rank's shard and its
-    buffers add up to one more copy. A server also stores the state of its optimizer.
+    last request, and the buffer of the request. A rank's shard and its buffers add up to one more
+    copy.
 
-    On ranks with a shard, ``Stats.details`` contains the staleness of the pushes to it. The
-    staleness of a push is the number of pushes by other workers since the last fetch of the worker
-    that pushes.
+    ``Stats.details`` contains the staleness of the pushes to this rank's shard. The staleness of a
+    push is the number of pushes by other workers since the last fetch of the worker that pushes.
 
     *Differs from the paper*: there, a worker takes steps of plain SGD and pushes gradients, and the
     server applies the learning rate. With plain SGD this is the same. A worker adds to z the steps
     that it has taken while z was in flight. In the paper z replaces x, which loses these steps.
-    ``finish`` pushes the rest of S. There is no warm-up with a single worker.
+    The server only adds; the paper also has Adagrad there. ``finish`` pushes the rest of S. There
+    is no warm-up with a single worker.
 
     Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
     Algorithm 7.1.
@@ -189,13 +158,3 @@ class Downpour(ServerStrategy):
     tunable: ClassVar[Tunable] = Tunable((Axis("push_every"),))
     push_every: int = setting(1, least=1)
     fetch_every: int = setting(1, least=1)
-    server_optimizer: Literal["sgd", "adagrad"] = "sgd"
-    server_lr: float = setting(1.0, above=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.server_lr == 1 and self.server_optimizer == "adagrad":
-            raise ValueError(
-                'server_optimizer="adagrad" requires server_lr, usually larger than the learning '
-                "rate of SGD, for example 0.1"
-            )

@@ -17,31 +17,16 @@ from offbeat_lab.methods.tunable import Axis, Tunable
 
 
 class ElasticRule(Rule):
-    """On a push of x: d = α(x − z), z ← z + d. A request that also pulls is answered with d.
+    """On a push of x: d = α(x − z), z ← z + d. A request that also pulls is answered with d."""
 
-    If ``synchronous`` is set, z changes only when all workers have pushed: z ← z + Σ d. So all
-    workers compute d with the same z.
-    """
-
-    def __init__(self, alpha: float, synchronous: bool) -> None:
-        self._alpha, self._synchronous = alpha, synchronous
+    def __init__(self, alpha: float) -> None:
+        self._alpha = alpha
         self._differences: dict[int, Tensor] = {}  # d by rank, until it is sent as the answer
-        self._pending: dict[int, Tensor] = {}  # d by rank, until z moves by it
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
         difference = self._differences[source] = (values - shard).mul_(self._alpha)
-        if self._synchronous:
-            self._pending[source] = difference
-        else:
-            shard.add_(difference)
-
-    @override
-    def clock_advanced(self, shard: Tensor) -> None:
-        # The order of the ranks makes the rounding the same in every run.
-        for _, difference in sorted(self._pending.items()):
-            shard.add_(difference)
-        self._pending.clear()
+        shard.add_(difference)
 
     @override
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
@@ -53,16 +38,16 @@ class EASGDFlow(ServerFlow):
 
     Attributes:
         steps: Number of local steps.
-        exchanges: Number of exchanges with the centre.
     """
 
     strategy: "EASGD"
-    steps = exchanges = 0
+    steps = 0
     _staged = False  # True if the vector to push contains the x before this local step
 
     @override
     def rule(self) -> Rule:
-        return ElasticRule(self.strategy.alpha_of(self.worker.size), self.strategy.synchronous)
+        alpha = self.strategy.alpha
+        return ElasticRule(0.9 / self.worker.size if alpha is None else alpha)
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
@@ -81,14 +66,10 @@ class EASGDFlow(ServerFlow):
         self.unpushed += 1
         if self.steps % self.strategy.period:
             return False
-        self.exchanges += 1
         if not self._staged:
             self.model.read(0, server.vector)
         self.check_push(server.vector)
-        if self.strategy.synchronous:
-            server.start("push_pull", clock=self.exchanges, min_clock=self.exchanges)
-        else:
-            server.start("push_pull")
+        server.start("push_pull")
         server.take(wait=True)
         self.model.add(0, -server.vector)
         self.unpushed = int(self._staged)  # 1: the pushed x lacks this step
@@ -114,9 +95,7 @@ class EASGD(ServerStrategy):
     fraction of their difference:
 
         d = α(x − z);  x ← T(x, g) − d;  z ← z + d
-        synchronous:  d_n = α(x_n − z);  z ← z + Σ d_n            all workers use the same z
 
-    With ``synchronous=True``, plain SGD and ``period=1`` these are Equations 3 and 4 of the paper.
     EAMSGD is EASGD with Nesterov momentum on the worker: ``torch.optim.SGD(..., momentum=δ,
     nesterov=True)``. An exchange does not change the momentum buffers.
 
@@ -126,20 +105,17 @@ class EASGD(ServerStrategy):
         period: τ ≥ 1, steps between two exchanges.
         alpha: α in (0, 1), the fraction of their difference by which worker and centre each move.
             None: 0.9/N.
-        synchronous: True if all workers exchange at the same time and wait for each other. Requires
-            α·N ≤ 1, because z would overshoot with a larger α.
-        servers: See ``ServerStrategy``.
 
     *Communication*: the model to the server, and d back, every ``period`` steps; blocking.
-    *Memory*: one flat copy of the model, one for serving if all ranks serve, and on a serving rank
-    one copy of its shard for each exchange in flight.
+    *Memory*: one flat copy of the model, one for serving, and one copy of the rank's shard for each
+    exchange in flight.
 
     *Differs from the paper*: workers exchange at the last step of a period, in the paper at the
-    first. ``finish`` moves z once more towards each worker that has steps since the x that it
-    pushed last.
+    first. There is no synchronous exchange. ``finish`` moves z once more towards each worker that
+    has steps since the x that it pushed last.
 
     Source: Zhang, Choromanska & LeCun, "Deep learning with elastic averaging SGD", NeurIPS 2015,
-    Equations 3-4 (synchronous), Algorithms 1 (EASGD) and 2 (EAMSGD).
+    Algorithms 1 (EASGD) and 2 (EAMSGD).
     """
 
     name: ClassVar[str] = "easgd"
@@ -147,19 +123,3 @@ class EASGD(ServerStrategy):
     tunable: ClassVar[Tunable] = Tunable((Axis("period"),))
     period: int = setting(10, least=1)
     alpha: float | None = setting(None, above=0, below=1)
-    synchronous: bool = False
-
-    @override
-    def _check_run(self, workers: int) -> None:
-        super()._check_run(workers)
-        self.alpha_of(workers)
-
-    def alpha_of(self, workers: int) -> float:
-        """Return α for this number of workers."""
-        alpha = 0.9 / workers if self.alpha is None else self.alpha
-        if self.synchronous and alpha * workers > 1 + 1e-9:
-            raise ValueError(
-                f"synchronous EASGD requires alpha·N ≤ 1: at most {1 / workers:.4g} on {workers} "
-                f"workers, got {alpha:g}"
-            )
-        return alpha

@@ -1,6 +1,6 @@
 """A parameter server: a vector that all workers push values to and pull values from.
 
-The vector is divided into *shards*, which are held by all ranks or by some (the *servers*). Each
+The vector is divided into *shards*, one on each rank. The rank is the *server* of its shard. Each
 worker has a *clock*, for example its number of local steps. A request may contain a minimum clock.
 The servers then answer when the clocks of all workers have reached it. This limits how far a worker
 may be ahead. Workers that wait for each other at a *barrier* do not count.
@@ -38,7 +38,7 @@ _REQUEST, _PUSHED, _ANSWER, _PULLED, _CONTROL = range(1, 6)
 
 
 class ParameterServer:
-    """One worker's access to the parameter server, and the shard of its rank if it is a server.
+    """One worker's access to the parameter server, and the shard of its rank.
 
     A request for values takes three steps: the worker writes ``vector`` (if it pushes), calls
     ``start``, and later calls ``take``. The pulled values are then in ``vector``. All workers must
@@ -50,46 +50,34 @@ class ParameterServer:
     Args:
         initial: Initial value of the server's vector, 1-D, on the CPU. The tensor becomes
             ``vector``.
-        servers: Ranks that hold a shard each. None: all ranks.
-        rule: The update rule of the shard. None: add.
+        rule: The update rule of the shard.
 
     Attributes:
         vector: Values to push, before ``start``. Pulled values, after ``take``. May be read and
             written only while ``idle``.
-        shard: The shard of this rank. None if this rank is not a server.
+        shard: The shard of this rank.
         pulled_bytes: Bytes that this worker has pulled from other ranks with ``start``.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        initial: Tensor,
-        *,
-        servers: Sequence[int] | None = None,
-        rule: Rule | None = None,
-    ) -> None:
+    def __init__(self, team: Team, initial: Tensor, rule: Rule) -> None:
         self._team, self.vector, self.pulled_bytes = team, initial, 0
-        ranks = list(team.ranks if servers is None else servers)
         # One slice of the vector per server. Their sizes differ by at most 1.
-        ends = [initial.numel() * i // len(ranks) for i in range(len(ranks) + 1)]
-        slices = zip(ranks, itertools.starmap(slice, itertools.pairwise(ends)), strict=True)
+        ends = [initial.numel() * i // team.size for i in range(team.size + 1)]
+        slices = zip(team.ranks, itertools.starmap(slice, itertools.pairwise(ends)), strict=True)
         # Each worker begins with the servers after its own rank, to spread the traffic.
         self._slices = dict(sorted(slices, key=lambda item: (item[0] - team.rank - 1) % team.size))
         self._sent: list[Future[Tensor]] = []  # gloo may lose a message whose future is deleted
         self._in_flight: Promise[int | Exception] | None = None
         self._what = ""  # name of the request in flight, for error messages
         self._answer: int | None = None  # minimum clock in an answer that was not taken yet
-        self.shard: Shard | None = None
+        self.shard = Shard(initial[self._slices[team.rank]].clone(), rule, team.size)
         self._failure: Exception | None = None  # of the first background thread that has failed
         self._left: dict[int, Promise[None]] | None = {}  # by rank; fulfilled when its thread ends
-        if team.rank in self._slices:
-            values = initial[self._slices[team.rank]].clone()
-            self.shard = Shard(values, rule or Rule(), team.size)
-            for rank in team.ranks:
-                if rank != team.rank:
-                    self._left[rank] = team.host.promise()
-                    serve = partial(self._serve, self.shard, rank, self._left[rank])
-                    team.host.spawn(serve, what=f"server of rank {rank}")
+        for rank in team.ranks:
+            if rank != team.rank:
+                self._left[rank] = team.host.promise()
+                serve = partial(self._serve, self.shard, rank, self._left[rank])
+                team.host.spawn(serve, what=f"server of rank {rank}")
 
     # -- requests for values ---------------------------------------------------------------------
 
@@ -115,11 +103,10 @@ class ParameterServer:
         request = Request(kind, self._team.rank, clock, min_clock)
         answers = self._ask(request, self.vector)
         if request.pulls:
-            own = 0 if self.shard is None else self.shard.values.nbytes
-            self.pulled_bytes += self.vector.nbytes - own
+            self.pulled_bytes += self.vector.nbytes - self.shard.values.nbytes
         sent, self._sent = self._sent, []
         if not sent and all(isinstance(answer, Completed) for answer in answers):
-            self._answer = _min_clock(answers)  # this rank is the only server, and has answered
+            self._answer = _min_clock(answers)  # a single worker, whose shard has answered
             return
         outcome: Promise[int | Exception] = self._team.host.promise()
 
@@ -174,8 +161,7 @@ class ParameterServer:
     def own_part(self) -> Tensor:
         """Return the server's vector with zeros outside this rank's shard. Sends no messages."""
         values = torch.zeros_like(self.vector)
-        if self.shard is not None:
-            values[self._slices[self._team.rank]] = self.shard.copy()
+        values[self._slices[self._team.rank]] = self.shard.copy()
         return values
 
     # -- barriers, shutdown ----------------------------------------------------------------------
@@ -206,7 +192,7 @@ class ParameterServer:
     def leave(self) -> None:
         """Tell all servers that this worker makes no more requests. A second call does nothing.
 
-        On a server this blocks until all other workers have called ``leave``.
+        Blocks until all other workers have called ``leave``.
         """
         if self._left is not None:
             left, self._left = self._left, None
@@ -257,7 +243,6 @@ class ParameterServer:
                     values.copy_(pulled)
                 promise.fulfil(answer)
 
-            assert self.shard is not None
             self.shard.handle(request, values if request.pushes else None, deliver)
             if request.answered and not promise.fulfilled:
                 what = f"{request.kind} at this rank's own parameter server"

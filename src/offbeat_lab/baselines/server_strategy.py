@@ -1,7 +1,7 @@
 """Base classes of the strategies with a parameter server: settings, flow and state.
 
-The vector of all parameters is divided into *shards*, stored on one or more ranks. A ``Rule``
-applies the workers' pushes to a shard. A consensus shows the server's model.
+The vector of all parameters is divided into *shards*, one on each rank. A ``Rule`` applies the
+workers' pushes to a shard. A consensus shows the server's model.
 ``offbeat.strategies.base`` explains the other terms.
 """
 
@@ -24,7 +24,6 @@ from offbeat.extend import (
     Round,
     Vote,
     Worker,
-    require_integer,
     squared_norm,
     staging_dtype,
 )
@@ -43,41 +42,14 @@ class ServerStrategy(Strategy):
     ``finish`` pushes them first. The server holds no buffers. ``consensus`` and ``finish`` average
     floating-point and complex buffers over the workers, and set signed integer buffers to their
     maximum.
-
-    Args:
-        servers: Ranks among which the server's model is divided, for example ``(0, 1)``, or ``0/1``
-            on a command line. None: all ranks, so that the traffic is spread over all links.
     """
 
     flow: ClassVar[type["ServerFlow"]]
     """Subclass of ``ServerFlow`` that drives the strategy on each worker."""
 
-    servers: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.servers is None:
-            return
-        if isinstance(self.servers, int) and not isinstance(self.servers, bool):
-            object.__setattr__(self, "servers", (self.servers,))
-        if not isinstance(self.servers, tuple):
-            raise TypeError(f"servers must be a tuple of ranks, got {self.servers!r}")
-        for rank in self.servers:
-            require_integer("a rank in servers", rank, least=0)
-        if not self.servers or len(set(self.servers)) < len(self.servers):
-            raise ValueError(f"servers must be one or more different ranks, got {self.servers}")
-
     @override
     def averages(self) -> CustomFlow:
-        return CustomFlow(self.flow, self._check_run)
-
-    def _check_run(self, workers: int) -> None:
-        """Raise unless these workers can train with the strategy; see ``CustomFlow``."""
-        if self.servers is not None and max(self.servers) >= workers:
-            raise ValueError(
-                f"servers={self.servers} contains a rank that does not exist: with {workers} "
-                f"workers the ranks are 0 to {workers - 1}"
-            )
+        return CustomFlow(self.flow)
 
 
 class ServerFlow(Flow):
@@ -123,15 +95,12 @@ class ServerFlow(Flow):
     @override
     def start(self) -> None:
         """Create the parameter server with this worker's model, which is equal on all workers."""
-        worker, strategy = self.worker, self.strategy
-        assert isinstance(strategy, ServerStrategy)
-        self.tensors = [p for _, p in worker.replica.parameters]
+        self.tensors = [p for _, p in self.worker.replica.parameters]
         model, double = self.model, any(staging_dtype(p) == torch.float64 for p in self.tensors)
         dtype = torch.float64 if double else torch.float32
         vector = torch.empty(model.elements, dtype=dtype, device="cpu")
         model.read(0, vector)
-        rule = self.rule()
-        self.server = ParameterServer(worker.team, vector, servers=strategy.servers, rule=rule)
+        self.server = ParameterServer(self.worker.team, vector, self.rule())
 
     @property
     def model(self) -> Flat:
@@ -230,10 +199,9 @@ class ServerFlow(Flow):
     def update_details(self) -> None:
         """Write the pulled bytes, and the statistics of this rank's shard, to ``Stats.details``."""
         details, shard = self.worker.details, self.server.shard
-        details["pulled_bytes"] = self.server.pulled_bytes
-        if shard is not None:
-            details.update(
-                pushes_served=shard.pushes,
-                staleness_max=max(shard.staleness, default=0),
-                staleness_histogram=dict(shard.staleness),
-            )
+        details.update(
+            pulled_bytes=self.server.pulled_bytes,
+            pushes_served=shard.pushes,
+            staleness_max=max(shard.staleness, default=0),
+            staleness_histogram=dict(shard.staleness),
+        )

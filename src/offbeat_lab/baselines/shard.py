@@ -103,12 +103,6 @@ class Rule:
         """Change ``shard`` in place, given the ``values`` that rank ``source`` has pushed."""
         shard.add_(values)
 
-    def clock_advanced(self, shard: Tensor) -> None:
-        """Handle a rise of the minimum clock, or the end of a barrier.
-
-        May change ``shard`` in place. Requests that wait for this event are answered afterwards.
-        """
-
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
         """Return the values that answer a "push_pull" of rank ``source``."""
         return shard
@@ -160,13 +154,12 @@ class Shard:
                 self._push(values, source)
             if request.clock >= 0:
                 self.clocks[source] = request.clock
-            completed = request.kind == "barrier" and self._arrive(source)
+            if request.kind == "barrier":
+                self._arrive(source)
             self._received += request.kind != "wait"
             if request.answered:
                 self._waiting.append((request, self._received, deliver))
-            before, self._clock = self._clock, self._min_clock()
-            if self._clock > before or completed:
-                self._rule.clock_advanced(self.values)
+            self._clock = self._min_clock()
             # A worker at a barrier must not wait for a clock, because it might never be reached.
             released = source if request.kind in ("release", "barrier") else None
             self._waiting = [each for each in self._waiting if not self._answer(*each, released)]
@@ -182,14 +175,12 @@ class Shard:
         self._rule.push(self.values, values, source=source)
         self.pushes += 1
 
-    def _arrive(self, source: int) -> bool:
-        """Record that a worker has reached the barrier. Return True if it is the last one."""
+    def _arrive(self, source: int) -> None:
+        """Record that a worker has reached the barrier, and end the barrier with the last one."""
         self._at_barrier[source] = True
-        if not all(self._at_barrier):
-            return False
-        self._at_barrier = [False] * len(self.clocks)
-        self._barrier_clock = self._min_clock()
-        return True
+        if all(self._at_barrier):
+            self._at_barrier = [False] * len(self.clocks)
+            self._barrier_clock = self._min_clock()
 
     def _answer(
         self, request: Request, received: int, deliver: Deliver, released: int | None

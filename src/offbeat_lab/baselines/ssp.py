@@ -46,7 +46,7 @@ class SSPFlow(ServerFlow):
         """Push and pull as needed. Block while f < c − ``staleness``. True if x was refreshed."""
         worker = self.worker
         # A single worker copies its parameters to z. Adding their change to z would round.
-        if worker.size == 1 and self.server.shard is not None:
+        if worker.size == 1:
             self.model.read(0, self.server.shard.values)
             return True
         self._add_update()
@@ -140,12 +140,11 @@ class SSP(ServerStrategy):
 
     Args:
         staleness: s ≥ 0, the number of steps that a worker may be ahead of the slowest one.
-        servers: See ``ServerStrategy``.
 
     *Communication*: a request sends as many bytes as the model has, and its answer returns as
     many. At most one request is in flight. If the network is fast enough, a worker makes one
-    request in each step. *Memory*: three flat copies of the model (cache, S, the request), and one
-    for serving if all ranks serve.
+    request in each step. *Memory*: four flat copies of the model: cache, S, the request, and one
+    for serving.
 
     *Differs from the paper*: the paper does not divide the updates by N. It refreshes single rows
     of x; this implementation refreshes the whole of x.
