@@ -72,3 +72,22 @@ def measure(seeds: int = SEEDS) -> dict[str, Any]:
             for row in kept("densities", [{"seed": seed} for seed in range(seeds)], of_seed)
         ],
     }
+
+
+def at_the_end(data: dict[str, Any], name: str) -> float:
+    """Return the median distance at the last look."""
+    return statistics.median(run[name]["looks"][-1]["distance"] for run in data["seeds"])
+
+
+def nearer(data: dict[str, Any]) -> str:
+    """Return in how many comparisons means of parameters are nearer to BSP than of gradients."""
+    found = [
+        parameters["distance"] < gradients["distance"]
+        for run in data["seeds"]
+        for delta in data["deltas"]
+        for parameters, gradients in zip(
+            *(run[f"{delta:g} {what}"]["looks"] for what in ("parameters", "gradients")),
+            strict=True,
+        )
+    ]
+    return f"{sum(found)} of {len(found)}"

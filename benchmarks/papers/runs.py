@@ -162,22 +162,11 @@ def speedup(values: Sequence[float | None]) -> str:
     return f"{statistics.median(known):.2f} ×{arrived}"
 
 
-def path_of(name: str) -> Path:
-    """Return the path of a figure's results."""
-    return RESULTS / f"papers-{name}.json"
-
-
 def save(name: str, data: dict[str, Any]) -> None:
     """Write the results of a figure."""
-    full = {"simulated": True, **data, "machine": machine()}
-    path_of(name).write_text(json.dumps(full, indent=None, separators=(",", ":")) + "\n")
-    print(path_of(name))
-
-
-def saved(name: str) -> dict[str, Any]:
-    """Return the results of a figure."""
-    found: dict[str, Any] = json.loads(path_of(name).read_text())
-    return found
+    full, path = {"simulated": True, **data, "machine": machine()}, RESULTS / f"papers-{name}.json"
+    path.write_text(json.dumps(full, indent=None, separators=(",", ":")) + "\n")
+    print(path)
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1) -> str:
