@@ -1,68 +1,27 @@
 """The papers' figures at small scale: ``python -m benchmarks.papers [--seeds N] NAME …``.
 
-Each name is that of a module, and ``speedup`` has further studies; ``all`` stands for all names.
+Each name is that of a module, and ``speedup`` has variants; ``all`` stands for all names.
 The results are written to ``results/papers-NAME.json``. A study that was stopped continues with the
 runs in ``results/papers-*.jsonl``. Without a name, docs/reproduction.md is made from all results.
 """
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.papers import (
-    choices,
-    convergence,
-    costs,
-    curvature,
-    delta,
-    densities,
-    discrepancy,
-    distances,
-    exponents,
-    gradients,
-    noniid,
-    orders,
-    regret,
-    reproduction,
-    speedup,
-    transformer,
-)
+from benchmarks.papers import reproduction
 from benchmarks.papers.runs import save
 
-MEASURE: dict[str, Callable[..., dict[str, Any]]] = {
-    **{name: partial(speedup.measure, name) for name in speedup.STUDIES},
-    "discrepancy": discrepancy.measure,
-    "distances": distances.measure,
-    "exponents": exponents.measure,
-    "regret": regret.measure,
-    "convergence": convergence.measure,
-    "noniid": noniid.measure,
-    "delta": delta.measure,
-    "choices": choices.measure,
-    "curvature": curvature.measure,
-    "densities": densities.measure,
-    "gradients": gradients.measure,
-    "costs": costs.measure,
-    "orders": orders.measure,
-    "transformer": transformer.measure,
-}
-"""Name → function of the number of seeds that returns the results."""
-DRAW: dict[str, Callable[[dict[str, Any]], None]] = {
-    "speedup": speedup.draw,
-    "discrepancy": discrepancy.draw,
-    "distances": distances.draw,
-    "regret": regret.draw,
-    "noniid": noniid.draw,
-    "delta": delta.draw,
-    "curvature": curvature.draw,
-    "gradients": gradients.draw,
-    "orders": orders.draw,
-}
-"""Name → function that draws a picture of the results for the page."""
+NAMES = (
+    *("speedup", "speedup-long", "speedup-cifar-long", "discrepancy", "distances", "exponents"),
+    *("regret", "convergence", "noniid", "delta", "choices", "curvature", "densities"),
+    *("gradients", "costs", "orders", "transformer"),
+)
+"""Names of modules, and after a hyphen a variant of their study."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -72,18 +31,23 @@ def main(argv: Sequence[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", help=f"all, or some of {', '.join(MEASURE)}")
+    parser.add_argument("names", nargs="*", help=f"all, or some of {', '.join(NAMES)}")
     parser.add_argument("--seeds", type=int, help="number of seeds; default: as on the page")
     given = parser.parse_args(argv)
-    unknown = set(given.names) - {"all", *MEASURE}
+    unknown = set(given.names) - {"all", *NAMES}
     if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(MEASURE)}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     torch.set_num_threads(1)
-    for name in MEASURE if "all" in given.names else given.names:
-        data = MEASURE[name](**({} if given.seeds is None else {"seeds": given.seeds}))
+    for name in NAMES if "all" in given.names else given.names:
+        study, _, variant = name.partition("-")
+        module = importlib.import_module(f"benchmarks.papers.{study}")
+        options: dict[str, Any] = {"variant": variant} if variant else {}
+        if given.seeds is not None:
+            options["seeds"] = given.seeds
+        data = module.measure(**options)
         save(name, data)
-        if name in DRAW:
-            DRAW[name](data)
+        if not variant and hasattr(module, "draw"):
+            module.draw(data)
     if not given.names:
         reproduction.PAGE.write_text(reproduction.render())
         print(reproduction.PAGE)

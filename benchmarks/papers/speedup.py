@@ -51,12 +51,11 @@ class Study:
 
 
 STUDIES = {
-    "speedup": Study("cifar-decay", 6.0, (2, 4), (0.25, 1.0), 0.97),
-    "speedup-long": Study("mnist-decay", 8.0, (4,), (0.25,), 0.997),
-    "speedup-cifar-long": Study("cifar-decay", 30.0, (4,), (0.25, 1.0), 0.97),
+    "": Study("cifar-decay", 6.0, (2, 4), (0.25, 1.0), 0.97),
+    "long": Study("mnist-decay", 8.0, (4,), (0.25,), 0.997),
+    "cifar-long": Study("cifar-decay", 30.0, (4,), (0.25, 1.0), 0.97),
 }
-
-
+"""Variant → study."""
 Runs = Mapping[int, Mapping[str, Sequence[Result]]]
 """Number of workers → method → its runs."""
 
@@ -129,9 +128,9 @@ def table(data: dict[str, Any]) -> str:
     return markdown([*headings, "speed-up to the target", "idle"], rows, texts=3)
 
 
-def measure(name: str, seeds: int = SEEDS) -> dict[str, Any]:
+def measure(seeds: int = SEEDS, variant: str = "") -> dict[str, Any]:
     """Return the data of a study, and the curves of its first rate and seed."""
-    study = STUDIES[name]
+    study = STUDIES[variant]
     runs, rate = run(study, seeds), study.rates[0]
     most = max(study.workers)
     curves = {"one worker": runs[1][at_rate("bsp", rate)][0]} | {

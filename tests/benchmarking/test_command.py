@@ -7,12 +7,21 @@ import pytest
 import torch
 from benchmarks.__main__ import NAMES, main
 from benchmarks.harness import ROOT
+from benchmarks.papers.__main__ import NAMES as PAPERS
 from benchmarks.papers.__main__ import main as papers
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_has_results(name: str) -> None:
     assert callable(importlib.import_module(f"benchmarks.{NAMES[name]}").results)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_figure_of_the_papers_is_measured(name: str) -> None:
+    study, _, variant = name.partition("-")
+    module = importlib.import_module(f"benchmarks.papers.{study}")
+    assert callable(module.measure)
+    assert not variant or variant in module.STUDIES
 
 
 def test_every_cost_has_a_name() -> None:
