@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from offbeat_lab.recipes import Setup, Task
 
 MOST_WORKERS = 1000
+USUAL_LATENCY = "100us"
+"""Latency of a simulated message, if none is given."""
 LEASED = "leased"
 """Value of ``Job.partition`` with which faster workers take more of the data."""
 MOST_SEED = 4_000_000  # worker r uses the seed 1000 · seed + r, which must fit into 32 bits

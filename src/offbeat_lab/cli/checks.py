@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offbeat import Strategy
-from offbeat_lab.cli.options import CompareOptions
-from offbeat_lab.job import Job, refuse
+from offbeat_lab.job import Job
 from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.recipes import Task
 
@@ -60,12 +59,3 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
                 "--seeds"
             )
         seen[key] = text
-
-
-def require_no_simulator_options(job: Job, options: CompareOptions) -> None:
-    """Raise ValueError if an option is set that only simulated workers have."""
-    given = {
-        "--latency": options.latency is not None,
-        "--workers-per-node": job.workers_per_node > 1,
-    }
-    refuse("{} is for simulated workers; add --simulate, or leave it out", given)

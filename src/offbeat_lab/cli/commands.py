@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from offbeat.extend import STRATEGIES, Precision, implemented_in
-from offbeat_lab.cli.options import USUAL_LATENCY
-from offbeat_lab.job import Job
+from offbeat_lab.job import USUAL_LATENCY, Job
 
 
 class Panel(StrEnum):

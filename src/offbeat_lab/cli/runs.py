@@ -26,10 +26,8 @@ from offbeat_lab import report
 from offbeat_lab.cli.checks import (
     check_method,
     require_distinct,
-    require_no_simulator_options,
     require_writable,
 )
-from offbeat_lab.cli.options import USUAL_LATENCY, CompareOptions
 from offbeat_lab.cli.progress import Bar
 from offbeat_lab.cli.workers import (
     command_line,
@@ -38,7 +36,7 @@ from offbeat_lab.cli.workers import (
     require_single_process,
     with_launched_workers,
 )
-from offbeat_lab.job import Job, refuse
+from offbeat_lab.job import USUAL_LATENCY, Job, refuse
 from offbeat_lab.launch.runners import Runner, VirtualCluster
 from offbeat_lab.methods.registry import is_ideal, require_virtual
 from offbeat_lab.results import Result, writing
@@ -57,7 +55,8 @@ def compare(**values: Any) -> None:
 
     ``values`` are the options of the command line.
     """
-    options = CompareOptions(**{one.name: values.pop(one.name) for one in fields(CompareOptions)})
+    names = [one.name for one in fields(_Comparison) if one.name != "job"]
+    options = {name: values.pop(name) for name in names}
     for name in ("data", "log"):  # jobs are stored as JSON, which has no paths
         values[name] = None if values[name] is None else str(values[name])
     job = Job(**values)
@@ -66,23 +65,23 @@ def compare(**values: Any) -> None:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     job = with_launched_workers(job)
-    scenario, step_time = options.scenario, options.step_time
+    scenario, simulated, step_time = (options[n] for n in ("scenario", "simulated", "step_time"))
     job = replace(
         job,
         scenario=None if scenario is None else str(Scenario.read(scenario, job.workers)),
-        step_seconds=None if step_time is None or options.simulated else to_seconds(step_time),
+        step_seconds=None if step_time is None or simulated else to_seconds(step_time),
     )
-    asked = _Comparison(job, options)
-    if options.simulated:
+    asked = _Comparison(job=job, **options)
+    if simulated:
         require_single_process("--simulate")
     follows = os.environ.get("RANK", "0") != "0" and is_launched()  # rank 0 finds mistakes
     if not follows:
         asked.check()
     runner: contextlib.AbstractContextManager[Runner]
-    if options.simulated:
-        runner = contextlib.nullcontext(_virtual_cluster(job, options))
+    if simulated:
+        runner = contextlib.nullcontext(asked.virtual_cluster())
     else:
-        runner = real_workers(job, options.bandwidth)
+        runner = real_workers(job, asked.bandwidth)
     with runner as entered:
         if follows:
             return
@@ -93,45 +92,52 @@ def compare(**values: Any) -> None:
         asked.run(entered)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Comparison:
-    """The runs that the command line asks for.
+    """The runs that the command line asks for: the job, and options that are not part of it.
 
     Attributes:
         job: Settings that all runs share.
-        options: Options of the command line.
     """
 
     job: Job
-    options: CompareOptions
+    strategy: list[str] | None
+    tune: int | None
+    seeds: int
+    simulated: bool
+    bandwidth: str | None
+    latency: str | None
+    step_time: str | None
+    scenario: Path | None
+    output: Path | None
 
     @property
     def strategies(self) -> list[str]:
         """The methods, as given."""
-        return self.options.strategy or [Job.strategy]
+        return self.strategy or [Job.strategy]
 
     @property
     def single(self) -> bool:
         """True if there is a single run."""
-        return len(self.strategies) == self.options.seeds == 1 and self.options.tune is None
+        return len(self.strategies) == self.seeds == 1 and self.tune is None
 
     @cached_property
     def folder(self) -> Path | None:
         """Directory of results and report. None: nothing is written."""
-        if self.options.output is not None or self.single:
-            return self.options.output
+        if self.output is not None or self.single:
+            return self.output
         name = re.sub(r"[^\w-]+", "-", self.job.recipe.rpartition("/")[2].replace(".py", ""))
         return Path("runs", f"{name.strip('-')}-{time.strftime('%Y%m%d-%H%M%S')}")
 
     def check(self) -> None:
         """Raise for mistakes, before anything runs."""
-        job, options = self.job, self.options
-        require_integer("seeds", options.seeds, least=1)
-        if options.seeds > _MOST_SEEDS:
-            raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {options.seeds}")
+        job = self.job
+        require_integer("seeds", self.seeds, least=1)
+        if self.seeds > _MOST_SEEDS:
+            raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {self.seeds}")
         first = self.strategies  # methods as they are before tuning
-        if options.tune is not None:
-            require_integer("tune", options.tune, least=LEAST_BUDGET)
+        if self.tune is not None:
+            require_integer("tune", self.tune, least=LEAST_BUDGET)
             if job.lr_scale != 1:
                 raise ValueError(
                     f"--lr-scale {job.lr_scale:g}: --tune chooses the learning rate; leave it out, "
@@ -139,7 +145,7 @@ class _Comparison:
                 )
             first = [untuned(text) for text in with_ideal(first)]
         require_distinct(job, first)
-        output, log = options.output or Path(), Path(job.log or os.devnull)
+        output, log = self.output or Path(), Path(job.log or os.devnull)
         is_file = output.is_file() or output.suffix == ".jsonl"
         several = "--records is for a single run: give one strategy, without --seeds and --tune"
         reasons = {
@@ -150,15 +156,15 @@ class _Comparison:
         refuse("{}", reasons)
         task = None
         for text in first:
-            if options.simulated:
+            if self.simulated:
                 require_virtual(job.under(text).strategy)
             task = check_method(job, text, task, several=len(first) > 1)
-            if not options.simulated:
-                _check_real(job.under(text), options)
+            if not self.simulated:
+                self._check_real(job.under(text))
 
     def run(self, runner: Runner) -> None:
         """Run all methods and seeds; print and write the results."""
-        job, seeds, tune, folder = self.job, self.options.seeds, self.options.tune, self.folder
+        job, seeds, tune, folder = self.job, self.seeds, self.tune, self.folder
         runs = comparison.count_runs(job, self.strategies, seeds, tune)
         with Bar(runs, at_most=tune is not None) as bar:
             results = comparison.compare(
@@ -188,47 +194,51 @@ class _Comparison:
         for what, path in written.items():
             console.print(f"{what:8} {path}", highlight=False, soft_wrap=True)
 
-
-def _check_real(job: Job, options: CompareOptions) -> None:
-    """Raise ValueError if real processes do not support the options."""
-    require_no_simulator_options(job, options)
-    scenario = Scenario.from_json(job.scenario)
-    if scenario.elastic:
-        reasons = {
-            "start offbeat without a launcher, or add --simulate": is_launched(),
-            "ideal needs --step-time, as in 50ms": (
-                is_ideal(job.strategy) and job.step_seconds is None
-            ),
+    def _check_real(self, job: Job) -> None:
+        """Raise ValueError if real processes do not support the self."""
+        simulators = {
+            "--latency": self.latency is not None,
+            "--workers-per-node": job.workers_per_node > 1,
         }
-        refuse("--scenario with deaths or joins: {}", reasons)
-    stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
-    if options.step_time is None and stragglers:
-        raise ValueError(STRAGGLERS_NEED_STEP_TIME)
-    if options.bandwidth is None and scenario.bandwidths(job.workers):
-        raise ValueError(
-            f"--scenario {options.scenario} changes bandwidths: give --bandwidth, the one at the "
-            "start, or add --simulate"
-        )
+        refuse("{} is for simulated workers; add --simulate, or leave it out", simulators)
+        scenario = Scenario.from_json(job.scenario)
+        if scenario.elastic:
+            reasons = {
+                "start offbeat without a launcher, or add --simulate": is_launched(),
+                "ideal needs --step-time, as in 50ms": (
+                    is_ideal(job.strategy) and job.step_seconds is None
+                ),
+            }
+            refuse("--scenario with deaths or joins: {}", reasons)
+        stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
+        if self.step_time is None and stragglers:
+            raise ValueError(STRAGGLERS_NEED_STEP_TIME)
+        if self.bandwidth is None and scenario.bandwidths(job.workers):
+            raise ValueError(
+                f"--scenario {self.scenario} changes bandwidths: give --bandwidth, the one at the "
+                "start, or add --simulate"
+            )
 
-
-def _virtual_cluster(job: Job, options: CompareOptions) -> VirtualCluster:
-    usual = to_bandwidth("1Gbit/s" if options.bandwidth is None else options.bandwidth)
-    changes = Scenario.from_json(job.scenario).bandwidths(job.workers)
-    if changes and job.workers_per_node > 1:
-        raise ValueError(
-            f"--scenario {options.scenario} changes bandwidths, but the workers of a node share "
-            "its link: leave out --workers-per-node"
+    def virtual_cluster(self) -> VirtualCluster:
+        """Return the simulated workers. Measures the time of a step if it is not given."""
+        job = self.job
+        usual = to_bandwidth("1Gbit/s" if self.bandwidth is None else self.bandwidth)
+        changes = Scenario.from_json(job.scenario).bandwidths(job.workers)
+        if changes and job.workers_per_node > 1:
+            raise ValueError(
+                f"--scenario {self.scenario} changes bandwidths, but the workers of a node share "
+                "its link: leave out --workers-per-node"
+            )
+        network = Network(
+            (lambda rank, now: value_at(changes, rank, now, usual)) if changes else usual,
+            latency=USUAL_LATENCY if self.latency is None else self.latency,
+            workers_per_node=job.workers_per_node,
         )
-    network = Network(
-        (lambda rank, now: value_at(changes, rank, now, usual)) if changes else usual,
-        latency=USUAL_LATENCY if options.latency is None else options.latency,
-        workers_per_node=job.workers_per_node,
-    )
-    # Created before the slow measurement of the step time: the constructor finds mistakes.
-    compute = planned_times(job, "1s" if options.step_time is None else options.step_time)
-    if options.step_time is None:
-        compute = planned_times(job, _measured_step(job))
-    return VirtualCluster(network, compute)
+        # Created before the slow measurement of the step time: the constructor finds mistakes.
+        compute = planned_times(job, "1s" if self.step_time is None else self.step_time)
+        if self.step_time is None:
+            compute = planned_times(job, _measured_step(job))
+        return VirtualCluster(network, compute)
 
 
 def _measured_step(job: Job) -> float:
