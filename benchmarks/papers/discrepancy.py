@@ -1,8 +1,5 @@
 """Asynchronous averaging, the main figure: how the local models drift apart, simulated.
 
-The distance of a worker to the mean of N models grows with N even where models are independent, as
-√(1 − 1/N). The mean distance of two workers, ‖x_n − x_m‖, does not, so it is measured, too.
-
 **Asynchronous averaging**: N workers start from one model and take τ local steps. The distance is
 the mean over workers of ‖x_n − mean(x)‖, just before the reset that ends these steps. Under
 ``AsyncAveraging(staleness=τ)`` this is the end of every cycle but the first, where x_n is the
@@ -152,7 +149,7 @@ def recording_worker(
 
 
 def distances(problem: Problem, *, workers: int, staleness: int, steps: int, seed: int) -> Row:
-    """Return the distances before resets: to the mean, early and late, and of pairs, late."""
+    """Return the distances to the mean before resets, early and late."""
     cycle = staleness // 2
     ends = range(2 * cycle, steps + 1, cycle)
     second = [end for end in ends if end > steps // 2]
@@ -164,16 +161,7 @@ def distances(problem: Problem, *, workers: int, staleness: int, steps: int, see
     )
     taken = zip(*offbeat.simulate(worker, workers=workers).results, strict=True)
     first, *later = ([*models] for models in taken)
-    return {
-        "early": to_mean(first),
-        "late": statistics.fmean(map(to_mean, later)),
-        "pairs": statistics.fmean(map(of_pairs, later)),
-    }
-
-
-def of_pairs(models: Sequence[Tensor]) -> float:
-    """Return the mean of ‖x_n − x_m‖ over all pairs of workers."""
-    return float(torch.pdist(torch.stack(list(models))).mean())
+    return {"early": to_mean(first), "late": statistics.fmean(map(to_mean, later))}
 
 
 def to_mean(models: Sequence[Tensor]) -> float:
@@ -183,13 +171,13 @@ def to_mean(models: Sequence[Tensor]) -> float:
 
 
 def gradient_delay(problem: Problem, *, workers: int, steps: int, seed: int) -> Row:
-    """Return the distances to the newest of N models, each one gradient newer, and of pairs."""
+    """Return the distances to the newest of N models, each one gradient newer, early and late."""
     torch.manual_seed(seed)
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=problem.learning_rate)
     stream = problem.batches(1, 0, seed)
     models: list[Tensor] = []  # of workers 0, 1, … after their gradient
-    found, pairs = [], []
+    found = []
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         problem.loss(model, next(stream)).backward()
@@ -197,12 +185,7 @@ def gradient_delay(problem: Problem, *, workers: int, steps: int, seed: int) -> 
         models = [*models[1 - workers :], flat(model)]
         if step == workers or (step > steps // 2 and step % workers == 0):
             found.append(statistics.fmean(float((one - models[-1]).norm()) for one in models))
-            pairs.append(of_pairs(models))
-    return {
-        "early": found[0],
-        "late": statistics.fmean(found[1:]),
-        "pairs": statistics.fmean(pairs[1:]),
-    }
+    return {"early": found[0], "late": statistics.fmean(found[1:])}
 
 
 def one_run(*, staleness: int | None, **run: int) -> Row:
@@ -256,7 +239,7 @@ def measure(seeds: int = SEEDS) -> dict[str, Any]:
     rows = grouped(kept("discrepancy", wanted, one_run), "workers", "staleness")
     data["async"] = {str(n): {str(t): rows[n, t] for t in STALENESS} for n in WORKERS}
     data["gradient_delay"] = {str(n): rows[n, None] for n in WORKERS}
-    data["slopes"] = {when: slopes(data, when) for when in ("early", "late", "pairs")}
+    data["slopes"] = {when: slopes(data, when) for when in ("early", "late")}
     return data
 
 

@@ -2,26 +2,23 @@
 
 The problem and the protocol are those of ``discrepancy``, which has asynchronous averaging and
 gradient delay only. After every τ-th local step, before the method acts, the mean over the workers
-of ‖x_n − mean(x)‖ is measured, and the mean of ‖x_n − x_m‖ over all pairs, which does not grow with
-N where models are independent. Results are means over the second half of the run. τ is the
-staleness of asynchronous averaging, the period of local SGD and EASGD, and the bound of SSP. A mean
-of the model takes 0.45 τ steps on the links, which also sets the age of the parts of streaming
-averaging and of Downpour's updates.
+of ‖x_n − mean(x)‖ is measured. It grows with N as √(1 − 1/N) even where models are independent. The
+mean of ‖x_n − x_m‖ over all pairs does not, and is measured, too. Results are means over the second
+half of the run. τ is the staleness of asynchronous averaging, the period of local SGD and EASGD,
+and the bound of SSP. A mean of the model takes 0.45 τ steps on the links, which also sets the age
+of the parts of streaming averaging and of Downpour's updates.
 """
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import offbeat
-from benchmarks.papers.discrepancy import (
-    DIGITS,
-    Problem,
-    of_pairs,
-    recording_worker,
-    slope,
-    to_mean,
-)
+from benchmarks.papers.discrepancy import DIGITS, Problem, recording_worker, slope, to_mean
 from benchmarks.papers.runs import SEEDS, grouped, kept, markdown, small_figure
 from offbeat import Compute, Network, Strategy
 from offbeat_lab.methods.registry import parse_method
@@ -84,6 +81,11 @@ def distances(
         "mean": statistics.fmean(map(to_mean, taken)),
         "pairs": statistics.fmean(map(of_pairs, taken)),
     }
+
+
+def of_pairs(models: Sequence[Tensor]) -> float:
+    """Return the mean of ‖x_n − x_m‖ over all pairs of workers."""
+    return float(torch.pdist(torch.stack(list(models))).mean())
 
 
 def measure(seeds: int = SEEDS) -> dict[str, Any]:
