@@ -93,8 +93,8 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2527, 1431),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9795, 5219),
-    "benchmarks": (6127, 3806),
-    "tests": (35384,),
+    "benchmarks": (6164, 3821),
+    "tests": (35419,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

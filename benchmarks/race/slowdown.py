@@ -9,8 +9,13 @@ import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
+from offbeat_lab.methods.registry import is_ideal
 from offbeat_lab.report.intervals import MIN_SEEDS, interval_of
-from offbeat_lab.results import Result
+from offbeat_lab.results import Result, by_seed
+from offbeat_lab.tuning import reference
+
+Runs = dict[int, Result]
+"""Results of one method by seed."""
 
 
 def slowdown_half_way(run: Result, ideal: Result) -> float | None:
@@ -41,9 +46,55 @@ def _slowdown(run: Result, ideal: Result, metric: float) -> float | None:
     return None if arrived is None or reached is None else arrived / reached
 
 
-def median(values: Sequence[float | None]) -> float:
-    """Return the median of slowdowns; None, a run that never arrives, counts as infinity."""
-    return statistics.median(math.inf if one is None else one for one in values)
+def pairs(runs: Runs, ideal: Runs) -> list[tuple[Result, Result]]:
+    """Return each run with the ideal's run of the same seed, in order of the seeds."""
+    return [(runs[seed], ideal[seed]) for seed in sorted(runs.keys() & ideal.keys())]
+
+
+def slowdowns(runs: Runs, ideal: Runs, share: float) -> list[float | None]:
+    """Return the slowdown to a share of the ideal's improvement for each seed.
+
+    None stands for a run that never reaches it.
+    """
+    return [slowdown_to_share(run, best, share) for run, best in pairs(runs, ideal)]
+
+
+def lateness(runs: Runs, ideal: Runs, share: float) -> tuple[int, float, float]:
+    """Return a rank of runs: the smaller, the better.
+
+    The fewer runs never reach the share, the better. Next counts the mean slowdown of the others,
+    and then the mean of the final metric.
+    """
+    times = slowdowns(runs, ideal, share)
+    known = [one for one in times if one is not None]
+    ends = [run.final if run.higher_is_better else -run.final for run in runs.values()]
+    mean = statistics.fmean(known) if known else math.inf
+    return len(times) - len(known), mean, -statistics.fmean(ends)
+
+
+def fastest(results: Sequence[Result], share: float, seeds: int) -> dict[str, Runs]:
+    """Return the runs of each tuned method with the settings that are first to a share.
+
+    Tuning decides with one seed which settings run with all seeds. Of these, the best ones by
+    ``lateness`` count. The ideal has those of its best trial.
+
+    Args:
+        results: Trials and runs.
+        share: Share of the ideal's improvement.
+        seeds: Number of seeds that a setting must have to count.
+    """
+    trials = [one for one in results if one.trial is not None]
+    ideal = by_seed(results, reference(trials).label)
+    found: dict[str, Runs] = {}
+    for method in dict.fromkeys(one.trial.method for one in trials if one.trial):
+        labels = {one.label: None for one in trials if one.trial and one.trial.method == method}
+        settings = [by_seed(results, label) for label in labels]
+        complete = [runs for runs in settings if len(runs) == seeds]
+        if is_ideal(method.split()[0]):
+            complete = [ideal] if len(ideal) == seeds else []
+        if complete:
+            found[method] = min(complete, key=lambda runs: lateness(runs, ideal, share))
+    return found
 
 
 def summary(values: Sequence[float | None]) -> str:

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS
+from benchmarks.race.slowdown import fastest
 from offbeat.simulate import Compute, Network
 from offbeat.strategies.registry import parse_strategy
 from offbeat.units import to_bandwidth
@@ -48,7 +49,6 @@ from offbeat_lab.recipes import find_recipe
 from offbeat_lab.results import read_results
 from offbeat_lab.scenario import Scenario, ScenarioEvent
 from offbeat_lab.timing.padding import parse_slow
-from offbeat_lab.tuning import choices
 
 WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 32, 20, 0.05
 FAST, GOOD = 0.9, 0.98
@@ -297,10 +297,10 @@ class Cell:
                 *(at_rate("streaming", rate) + wire for rate in rates for wire in wires),
             ]
         headline = replace(self, study="headline", workers=WORKERS, uneven_links=False)
-        results = read_results(headline.path(folder), trials=True)
-        chosen = {choice.method: choice.job for choice in choices(results, FAST)}
-        if missing := [method for method in HEADLINE if method not in chosen]:
-            raise FileNotFoundError(f"{headline.name} has no trials of {missing[0]!r}")
+        best = fastest(read_results(headline.path(folder), trials=True), FAST, headline.seeds)
+        if missing := [method for method in HEADLINE if method not in best]:
+            raise FileNotFoundError(f"{headline.name} has no runs of {missing[0]!r}")
+        chosen = {method: next(iter(runs.values())).job for method, runs in best.items()}
         if self.study == "elsewhere":
             jobs = [chosen[method] for method in HEADLINE]
             if self.workers != WORKERS:

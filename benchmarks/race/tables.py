@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import RESULTS
-from benchmarks.race.slowdown import median, slowdown_half_way, slowdown_to_share, summary
+from benchmarks.race.slowdown import (
+    Runs,
+    fastest,
+    lateness,
+    pairs,
+    slowdown_half_way,
+    slowdowns,
+    summary,
+)
 from benchmarks.race.studies import (
     CELLS,
     CORRECTED,
@@ -35,10 +43,8 @@ from offbeat_lab.job import Job
 from offbeat_lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat_lab.results import Result, by_seed, read_results
 from offbeat_lab.timing.padding import parse_slow
-from offbeat_lab.tuning import Choice, choices
+from offbeat_lab.tuning import choices
 
-Runs = dict[int, Result]
-"""Results of one method by seed."""
 TRAININGS = {"transformer": "Transformer, AdamW", "cnn": "CNN, SGD"}
 DDP = "bsp --wire float32"
 NAMES = {
@@ -81,11 +87,10 @@ def _is_complete(cell: Cell, folder: Path) -> bool:
 def runs_of(cell: Cell, folder: Path = RESULTS, share: float = FAST) -> dict[str, Runs]:
     """Return the runs of each method of a cell. Tuned settings are those first to ``share``."""
     results = read_results(cell.path(folder), trials=True)
-    methods = cell.methods(folder)
     if cell.trials is None:
-        return _of_labels(results, {one: Job("").under(one).label for one in methods})
-    chosen = {one.method: one.job.label for one in choices(results, share)}
-    return _of_labels(results, {name: chosen[name] for name in methods if name in chosen})
+        return _of_labels(results, {one: Job("").under(one).label for one in cell.methods(folder)})
+    found = fastest(results, share, cell.seeds)
+    return {one: found[one] for one in cell.methods(folder) if one in found}
 
 
 def first_runs(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
@@ -102,19 +107,6 @@ def _of_labels(results: Sequence[Result], labels: dict[str, str]) -> dict[str, R
     """Return each method's runs without trials. ``labels`` maps methods to labels."""
     found = {method: by_seed(results, label) for method, label in labels.items()}
     return {method: runs for method, runs in found.items() if runs}
-
-
-def pairs(runs: Runs, ideal: Runs) -> list[tuple[Result, Result]]:
-    """Return each run with the ideal's run of the same seed, in order of the seeds."""
-    return [(runs[seed], ideal[seed]) for seed in sorted(runs.keys() & ideal.keys())]
-
-
-def slowdowns(runs: Runs, ideal: Runs, share: float) -> list[float | None]:
-    """Return the slowdown to a share of the ideal's improvement for each seed.
-
-    None stands for a run that never reaches it.
-    """
-    return [slowdown_to_share(run, best, share) for run, best in pairs(runs, ideal)]
 
 
 def half_way(runs: Runs, ideal: Runs) -> list[float | None]:
@@ -165,7 +157,7 @@ def expectations(folder: Path = RESULTS) -> str:
             tuned = runs_of(cell, folder)
             ideal, default = tuned["ideal"], first_runs(cell, folder)["streaming"]
             others = [one for one in tuned if one not in ("ideal", "streaming")]
-            best = min(others, key=lambda one: _rank(slowdowns(tuned[one], ideal, FAST)))
+            best = min(others, key=lambda one: lateness(tuned[one], ideal, FAST))
             verdict = _verdict(default, tuned[best], ideal, NAMES[best])
             shown = [verdict, *_time_and_end(default, ideal)]
             shown += [f"`{_settings(tuned[best])}`", *_time_and_end(tuned[best], ideal)]
@@ -194,11 +186,6 @@ def _verdict(default: Runs, other: Runs, ideal: Runs, name: str) -> str:
 
 def _settings(runs: Runs) -> str:
     return next(iter(runs.values())).label.replace(",fragments=4,overlap=4", "")
-
-
-def _rank(values: Sequence[float | None]) -> tuple[int, float]:
-    """Return how many runs never arrive, and the median of all: the smaller, the better."""
-    return values.count(None), median(values)
 
 
 def _time_and_end(runs: Runs, ideal: Runs, share: float = FAST) -> list[str]:
@@ -238,29 +225,28 @@ def _links(cells: Sequence[Cell], folder: Path, share: float = FAST) -> list[str
 def tuned(workload: str, folder: Path = RESULTS) -> str:
     """Return the table of all methods of ``headline``, with all settings that tuning chose.
 
-    *first to* has the shares that they reach first among the method's trials. A star means that the
-    budget ended before all neighbouring settings were tried.
+    *first to* has the shares that they reach first among the method's settings. A star means that
+    the budget ended before all neighbours of its settings for 98 % were tried.
     """
     lines = _heading(
         *("link", "method", "settings", "first to", "half-way", "90 %", "98 %"),
         *("end", "end − ideal"),
     )
     for cell in cells_of("headline", workload, folder):
-        results = read_results(cell.path(folder), trials=True)
-        chosen: dict[tuple[str, str], list[str]] = {}
-        for choice in sorted((*choices(results, FAST), *choices(results, GOOD)), key=_place):
-            text = f"{choice.share:.0%}{'*' * bool(choice.untried)}".replace("%", " %")
-            chosen.setdefault((choice.method, choice.job.label), []).append(text)
-        ideal = runs_of(cell, folder)["ideal"]
-        for (method, label), shares in chosen.items():
-            runs = ideal if method == "ideal" else by_seed(results, label)
-            settings = f"`{_settings(runs)}` | {', '.join(shares)}"
-            lines.append(_row(cell.link, NAMES[method], settings, runs, ideal))
+        ended = {
+            one.method: "*" * bool(one.untried)
+            for one in choices(read_results(cell.path(folder), trials=True), GOOD)
+        }
+        fast, good = (runs_of(cell, folder, share) for share in (FAST, GOOD))
+        for method, runs in fast.items():
+            shown = {"90 %": runs, "98 %": good[method]}
+            if runs == good[method]:
+                shown = {"90 %, 98 %": runs}
+            for shares, which in shown.items():
+                settings = f"`{_settings(which)}`{ended[method]} | {shares}"
+                same = fast["ideal"] if method == "ideal" else which
+                lines.append(_row(cell.link, NAMES[method], settings, same, fast["ideal"]))
     return "\n".join(lines)
-
-
-def _place(choice: Choice) -> int:
-    return HEADLINE.index(choice.method)
 
 
 def elsewhere(folder: Path = RESULTS) -> str:

@@ -3,9 +3,16 @@
 import math
 
 import pytest
-from benchmarks.race.slowdown import median, slowdown_half_way, slowdown_to_share, summary
+from benchmarks.race.slowdown import (
+    fastest,
+    lateness,
+    slowdown_half_way,
+    slowdown_to_share,
+    summary,
+)
 
 from benchmarking.race_results import result
+from offbeat_lab.results import Result
 
 IDEAL = [(10.0, 0.2), (20.0, 0.4), (30.0, 0.35), (40.0, 0.5)]
 LATE = [(12.0, 0.1), (24.0, 0.3), (36.0, 0.45), (48.0, 0.47)]
@@ -47,5 +54,31 @@ def test_runs_that_never_arrive_are_counted() -> None:
     assert summary([None, 0.6, 0.8]) == "2 of 3, 0.60 at best"
     assert summary([None, None]) == "never"
     assert summary([1.0, 2.0, 3.0]) == "2.00 [-0.48, 4.48]"
-    assert median([None, 0.6, 0.8]) == 0.8
-    assert median([None, 0.6]) == math.inf
+
+
+def test_of_the_settings_that_ran_with_all_seeds_the_best_count() -> None:
+    """In the trial the rate 4 is first, but it does not arrive with seed 1. Rate 2 always does."""
+
+    def curve(label: str, seed: int, *points: tuple[float, float]) -> Result:
+        method = "bsp" if label.startswith("bsp") else label.split()[0]
+        return result(label, points, seed=seed, trial=method if seed == 9 else None)
+
+    ends = {
+        "ideal": {seed: (10.0, 0.5) for seed in (9, 0, 1)},
+        "bsp": {seed: (40.0, 0.5) for seed in (9, 0, 1)},
+        "bsp --lr-scale 2": {9: (30.0, 0.5), 0: (20.0, 0.5), 1: (30.0, 0.5)},
+        "bsp --lr-scale 4": {9: (5.0, 0.5), 0: (5.0, 0.5), 1: (40.0, 0.4)},
+        "bsp --lr-scale 8": {9: (1.0, 0.5), 0: (1.0, 0.5)},  # lacks a seed
+    }
+    runs = [
+        curve(label, seed, (0.0, 0.0), end)
+        for label, seeds in ends.items()
+        for seed, end in seeds.items()
+    ]
+    found = fastest(runs, 0.9, 2)
+    assert {method: of[0].label for method, of in found.items()} == {
+        "ideal": "ideal",
+        "bsp": "bsp --lr-scale 2",
+    }
+    assert lateness(found["bsp"], found["ideal"], 0.9) == (0, 2.5, -0.5)
+    assert lateness({1: runs[11]}, found["ideal"], 0.9) == (1, math.inf, -0.4)

@@ -61,7 +61,7 @@ class Tunable:
 
 
 TAU = "tau"
-_DILOCO = {"period": 4, "fragments": 4, "overlap": 1, "wire": "int4"}
+_DILOCO = {"period": 4, "fragments": 4, "overlap": 1, "wire": "int2"}
 _OFFBEAT: Mapping[Any, Tunable] = {
     BSP: Tunable(known=({"wire": "int4"},)),
     LocalSGD: Tunable((Axis("period"),), ({"period": 2, "wire": "int4"},)),
