@@ -33,6 +33,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -443,6 +444,9 @@ class Averager(Flow):
     @override
     def before_save(self) -> None:
         self.land_all()
+        for space in self.spaces:
+            if space.x.device.type == "cuda":  # the host reads P and v, if it stores them
+                torch.cuda.synchronize(space.x.device)
         self.state.synced_steps = [part.synced_step for part in self.parts]
 
     @override

@@ -12,6 +12,7 @@ tensors of the user.
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from offbeat.quantization.message import Section, Stream
 T = TypeVar("T")
 BUCKET_BYTES = 8 * 2**20  # default limit for the size of a message
 PIECE = 2**17  # numbers that are processed at a time on a CPU, few enough for its cache
+STAGED = 2**22  # numbers that are processed at a time on a GPU, if P is copied for that
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -223,9 +225,9 @@ class Space:
 
     Attributes:
         x: The parameters.
-        P: The global model, 1-D; None if it is not stored. bfloat16 if ``stored`` says so, else of
-            the dtype of ``x``.
-        v: Velocity of the outer step, 1-D; None if there is none.
+        P: The global model, 1-D; None if it is not stored. ``GlobalModel.stored`` determines its
+            dtype and its device. Computations use a copy if those of ``x`` differ (``staged``).
+        v: Velocity of the outer step, 1-D, on the device of P; None if there is none.
         error: Rounding error of x at its last landing, bfloat16, 1-D; None if x is not rounded.
             Without it, landings would lose changes below half a unit in the last place of x.
         stream: Quantization errors of the sums of updates.
@@ -234,15 +236,44 @@ class Space:
     def __init__(self, x: Flat, *, shared: bool, velocity: bool, stored: str = "float32") -> None:
         self.x = x
         self.error: Tensor | None = None
+        pinned = stored == "host" and x.device.type == "cuda"
+        memory: Any = {"device": "cpu" if pinned else x.device, "pin_memory": pinned}
         dtype = torch.bfloat16 if stored == "bfloat16" else x.dtype
-        self.P = x.copy().to(dtype) if shared else None
-        self.v = torch.zeros(x.elements, dtype=x.dtype, device=x.device) if velocity else None
+        self.P = torch.empty(x.elements, dtype=dtype, **memory) if shared else None
+        if self.P is not None:
+            x.read(0, self.P)
+        self.v = torch.zeros(x.elements, dtype=x.dtype, **memory) if velocity else None
         self.stream = Stream(x.elements, x.dtype, x.device)
 
     def make_error(self) -> None:
         """Allocate ``error`` if x is float16 or bfloat16."""
         if self.x.dtype != self.x.stored_dtype:
             self.error = torch.zeros(self.x.elements, dtype=torch.bfloat16, device=self.x.device)
+
+    @property
+    def in_place(self) -> bool:
+        """True if P is stored where and as it is computed with, or not at all."""
+        return self.P is None or (self.P.device, self.P.dtype) == (self.x.device, self.x.dtype)
+
+    def staged(self, stored: Tensor) -> Tensor:
+        """Return numbers of P or v to compute with: themselves, or a copy like x. Never waits."""
+        return stored.to(self.x.device, self.x.dtype, non_blocking=True)
+
+    @contextmanager
+    def moving(self, start: int, stop: int) -> Iterator[list[Tensor]]:
+        """Yield P and v from ``start`` to ``stop``, ``staged``, and store them at the end.
+
+        Without v the second vector is empty. The GPU makes all copies in order, so a later call
+        reads what this one has stored. The host has to wait for the GPU before it reads P or v.
+        """
+        assert self.P is not None
+        velocity = self.P[:0] if self.v is None else self.v[start:stop]
+        stored = [self.P[start:stop], velocity]
+        staged = [self.staged(each) for each in stored]
+        yield staged
+        for target, values in zip(stored, staged, strict=True):
+            if values is not target:  # in bfloat16, what the rounding of P loses stays in x − P
+                target.copy_(values, non_blocking=True)
 
     def table(self, start: int, stop: int, kernels: Any) -> tuple[Any, Tensor | None, list[_Copy]]:
         """Return ``Flat.table`` from ``start`` to ``stop``, and the rounding error there."""
@@ -297,8 +328,14 @@ class Slice:
         return Section(self.space.stream, self.start, self.stop)
 
     def pieces(self, elements: int = PIECE) -> Iterator["Slice"]:
-        """Yield the slice in pieces. On a GPU there is a single one, which costs fewer launches."""
-        step = elements if self.space.x.device.type == "cpu" else max(1, len(self))
+        """Yield the slice in pieces. On a GPU there is a single one, which costs fewer launches.
+
+        There are several if P is copied, so that the copies of a large message stay small.
+        """
+        if self.space.x.device.type == "cpu":
+            step = elements
+        else:
+            step = max(1, len(self)) if self.space.in_place else STAGED
         for start in range(self.start, self.stop, step):
             yield Slice(self.space, start, min(start + step, self.stop))
 

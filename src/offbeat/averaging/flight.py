@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.averaging.flat import Slice, Space, joined
+from offbeat.averaging.flat import Slice, joined
 from offbeat.averaging.model_mean import BufferMean
 from offbeat.averaging.votes import Vote
 from offbeat.quantization.kernels import kernels_for
@@ -112,6 +112,7 @@ class Flight:
     background_seconds: float = 0.0
     processor_seconds: float = 0.0
     received: bool = False
+    _measured: list[Tensor] = field(default_factory=list)  # rows that ``squares`` lacks
 
     def outer(self) -> list[OuterStep]:
         """Return the outer step of each part."""
@@ -133,12 +134,12 @@ class Flight:
             for piece in whole.pieces():
                 yield (index, piece.start - self.sections[index].start), piece, step
 
-    def _fused(self, space: Space) -> QuantizedMessage | None:
+    def _fused(self) -> QuantizedMessage | None:
         """Return the message if Triton kernels encode and land it, else None."""
         message = self.message
-        if not isinstance(message, QuantizedMessage) or message.kernels is None:
-            return None
-        return message if space.P is None or space.P.dtype == torch.float32 else None
+        if isinstance(message, QuantizedMessage) and message.kernels is not None:
+            return message
+        return None
 
     # -- launch ----------------------------------------------------------------------------------
 
@@ -159,16 +160,17 @@ class Flight:
 
     def _pack(self, place: Place, piece: Slice, *, check: bool) -> None:
         space, (start, stop) = piece.space, (piece.start, piece.stop)
-        fused = self._fused(space)
+        fused = self._fused()
         if fused is not None and space.P is not None:
             table, error, _ = space.table(start, stop, fused.kernels)
             (rows, _), bits = fused.encoded(*place, len(piece)), fused.codec.bits
-            fused.kernels.encode(table, error, space.P[start:stop], rows, fused.flag, bits)
+            shared = space.staged(space.P[start:stop])
+            fused.kernels.encode(table, error, shared, rows, fused.flag, bits)
             return
         values = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
         space.read(start, values)
         if space.P is not None:
-            values.sub_(space.P[start:stop])
+            values.sub_(space.staged(space.P[start:stop]))
             if check:
                 self.finite = self.finite & torch.dot(values, values).isfinite()
         elif self.weight != 1:
@@ -187,6 +189,7 @@ class Flight:
         if self.total():
             for place, piece, step in self._pieces_and_steps():
                 self._move(place, piece, step, self._shift(place, piece))
+            self._read_squares()
 
     def _shift(self, place: Place, piece: Slice) -> Tensor:
         index, start = place
@@ -200,7 +203,7 @@ class Flight:
         self._add_values(piece, self._shift(place, piece))
 
     def _add_values(self, piece: Slice, values: Tensor) -> None:
-        fused = self._fused(piece.space)
+        fused = self._fused()
         piece.space.add(piece.start, values, None if fused is None else fused.kernels)
 
     def move_and_add(self, *, overwrite: bool) -> None:
@@ -211,6 +214,7 @@ class Flight:
         """
         for place, piece, step in self._pieces_and_steps():
             self._move_and_add(place, piece, step, overwrite=overwrite and self.exact)
+        self._read_squares()
 
     def _move_and_add(
         self, place: Place, piece: Slice, step: OuterStep, *, overwrite: bool
@@ -218,9 +222,8 @@ class Flight:
         space = piece.space
         shift = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
         if space.P is not None:
-            self._move(place, piece, step, shift)
-            shared = space.P[piece.start : piece.stop]
-            overwrite &= shared.dtype == shift.dtype
+            shared = self._move(place, piece, step, shift)
+            overwrite &= space.P.dtype == shift.dtype
         else:
             shared, sent = torch.empty_like(shift), torch.empty_like(shift)
             self.message.read(*place, shared, sent)
@@ -238,16 +241,18 @@ class Flight:
         self.future.wait()
         if not self.total():
             return
-        squares, self.squares = self.squares, np.zeros(2)
+        squares = self.squares.copy()
         for place, piece, step in self._pieces_and_steps():
             space = piece.space
             vectors = [t for t in (space.P, space.v, space.error) if t is not None]
             some = slice(piece.start, piece.stop)
-            saved = [vector[some].clone() for vector in vectors]
+            # P in host memory travels over the GPU, behind earlier copies.
+            saved = [v[some].to(space.x.device, copy=True, non_blocking=True) for v in vectors]
             self._move_and_add(place, piece, step, overwrite=False)
             for vector, values in zip(vectors, saved, strict=True):
-                vector[some] = values
+                vector[some].copy_(values, non_blocking=True)
         self.squares = squares
+        self._measured.clear()
 
     def _shift_to_mean(self, piece: Slice, mean: Tensor, sent: Tensor, shift: Tensor) -> None:
         """shift ← mean − u, where P is not stored. ``sent`` is w·u and is overwritten."""
@@ -257,22 +262,25 @@ class Flight:
             piece.space.read(piece.start, sent)
         torch.sub(mean, sent, out=shift)
 
-    def _move(self, place: Place, piece: Slice, step: OuterStep, shift: Tensor) -> None:
-        """Move P and v of a piece.  shift ← Δ − u."""
-        space, total = piece.space, self.total()
-        assert space.P is not None
-        stored = space.P[piece.start : piece.stop]
-        shared = stored.to(shift.dtype)  # a copy if P is stored in bfloat16
-        velocity = shared[:0] if space.v is None else space.v[piece.start : piece.stop]
-        fused = self._fused(space)
+    def _move(self, place: Place, piece: Slice, step: OuterStep, shift: Tensor) -> Tensor:
+        """Move P and v of a piece, and return P.  shift ← Δ − u."""
+        with piece.space.moving(piece.start, piece.stop) as (shared, velocity):
+            self._land(place, step, shift, shared, velocity)
+        if piece.space.in_place:
+            self._read_squares()
+        return shared
+
+    def _land(
+        self, place: Place, step: OuterStep, shift: Tensor, shared: Tensor, velocity: Tensor
+    ) -> None:
+        total, fused = self.total(), self._fused()
         if fused is not None:
-            update, summands = fused.encoded(*place, len(piece))
+            update, summands = fused.encoded(*place, len(shift))
             squares = fused.kernels.move(
                 summands, update, shift, total, shared, velocity, step, fused.codec.bits
             )
-            if self.measures:  # added one after the other, as by the compiled loop
-                rows = np.vstack([self.squares, squares.cpu().numpy()])
-                self.squares = np.add.accumulate(rows)[-1]
+            if self.measures:
+                self._measured.append(squares)
             return
         sent = torch.empty_like(shift)
         self.message.read(*place, shift, sent)
@@ -283,8 +291,17 @@ class Flight:
         else:
             vectors = shared.numpy(), velocity.numpy()
             loops.land(shift.numpy(), sent.numpy(), total, *vectors, *step, self.squares)
-        if shared is not stored:
-            stored.copy_(shared)  # what the rounding loses stays in x − P
+
+    def _read_squares(self) -> None:
+        """Add ``_measured`` to ``squares``, one row after the other, as the compiled loop does.
+
+        Waits for a GPU, so only once in a landing with many pieces.
+        """
+        if self._measured:
+            first, *more = self._measured
+            rows = torch.cat([first, *(each.to(first.device) for each in more)]) if more else first
+            self.squares = np.add.accumulate(np.vstack([self.squares, rows.cpu().numpy()]))[-1]
+            self._measured.clear()
 
     def _apply(
         self,
@@ -299,7 +316,7 @@ class Flight:
         shift.mul_(1 / total)
         if self.measures:
             pair = torch.stack([torch.dot(shift, shift), torch.dot(sent, sent)])
-            self.squares += pair.double().cpu().numpy()
+            self._measured.append(pair.double()[None])
         # Each product is rounded before it is added, as in the compiled loop.
         if velocity.numel():
             velocity.mul_(step.momentum).add_(shift)

@@ -69,10 +69,15 @@ class GlobalModel:
             waits at the end of steps for messages that are about to arrive. 0: it waits only at the
             bound.
         outer: Outer step, which determines Δ.
-        stored: Dtype in which a worker stores P: "bfloat16", or "float32", which stands for the
-            dtype in which it computes. x moves by the exact Δ, so x − P contains what the rounding
-            of P has lost, and the next update sends it. Requires the default ``outer``, because
-            momentum would add this again and again, and ``lands`` other than 0.
+        stored: Storage of P and of the velocity v.
+
+            - "float32": on the device of the parameters, in the dtype in which it computes.
+            - "bfloat16": P in bfloat16. x moves by the exact Δ, so x − P contains what the rounding
+              of P has lost, and the next update sends it. Requires the default ``outer``, because
+              momentum would add this again and again, and ``lands`` other than 0.
+            - "host": if the parameters are on a GPU, in page-locked memory of the host. A launch
+              and a landing copy P and v of the part to the GPU, and a landing copies them back.
+              The values are those of "float32". On the CPU there is no difference.
         gradient_norm: True: the flow measures ``gradient_norm_squared`` of ``WorkerView`` in every
             step.
         error_feedback: True: the flow measures ``squares`` of ``WorkerView``, and if ``outer`` has
@@ -85,7 +90,7 @@ class GlobalModel:
     bound: float = math.inf
     patience: float = 0.05
     outer: Outer = Outer()
-    stored: Literal["float32", "bfloat16"] = "float32"
+    stored: Literal["float32", "bfloat16", "host"] = "float32"
     gradient_norm: bool = False
     error_feedback: bool = False
 
