@@ -1,13 +1,16 @@
 """A double of a GPU: tensors that are in the memory of the CPU, and say that they are on a GPU.
 
 It counts the kernels that Offbeat launches, and the calls in which its host would wait for the GPU.
+The host finds NaN in page-locked memory to which the GPU copies, until it waits for the GPU.
 It cannot show what kernels compute on a GPU, what they cost, or races between streams.
 """
 
+import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +40,9 @@ class GpuTensor(Tensor):
     device = CUDA
     is_cuda, is_cpu = True, False
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # a file has plain tensors
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -51,10 +57,12 @@ class GpuTensor(Tensor):
                 return getattr(host, name)(*args[1:], **kwargs)
             tensors = [a for a in args if isinstance(a, Tensor) and a.dim() and a.numel()]
             mixed = len({t.is_cuda for t in tensors}) == 2
-            pinned = getattr(tensors[-1] if tensors else None, "pinned", False)
-            waits = mixed and not (pinned and kwargs.get("non_blocking"))
-            if waits and name in ("copy_", "__setitem__"):
-                gpu.note("wait", f"{name} between host and GPU")
+            if mixed and name in ("copy_", "__setitem__"):
+                if kwargs.get("non_blocking") and is_pinned(args[0]):
+                    gpu.download(args[0], args[1])
+                    return args[0]
+                if not (kwargs.get("non_blocking") and is_pinned(tensors[-1])):
+                    gpu.note("wait", f"{name} between host and GPU")
         with _Kernels():
             return super().__torch_function__(function, types, args, kwargs)
 
@@ -92,12 +100,36 @@ class Gpu:
         training: Threads in which the training runs. The others are background threads.
         counts: Number of events, by kind ("kernel", "wait"), name and place.
         on: True while events are counted.
+        downloads: Copies to page-locked memory that may not have ended, and their values.
     """
 
     def __init__(self) -> None:
         self.training: set[int] = set()
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.on = False
+        self.downloads: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def download(self, target: Tensor, values: Tensor) -> None:
+        """Begin a copy to page-locked memory."""
+        place = target.data_ptr(), target.numel()
+        self.downloads.pop(place, None)
+        self.downloads[place] = target, values.as_subclass(Tensor).detach().clone()
+        target.fill_(math.nan)
+
+    def synchronize(self) -> None:
+        """Complete all copies."""
+        for target, values in self.downloads.values():
+            target.copy_(values)
+        self.downloads.clear()
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """The GPU finds what it has copied. The host does not."""
+        downloads = dict(self.downloads)
+        self.synchronize()
+        yield
+        for target, values in downloads.values():
+            self.download(target, values)
 
     def note(self, kind: str, name: str) -> None:
         """Count an event, if Offbeat caused it. In the background it may wait."""
@@ -140,6 +172,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     global gpu
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.synchronize())
     monkeypatch.setattr(message, "triton_kernels", lambda device, precision: None)
     for name in ("empty", "zeros", "ones", "full", "tensor", "as_tensor"):
         monkeypatch.setattr(torch, name, _factory(getattr(torch, name)))
@@ -150,8 +183,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def on_any_device(*args: Any, **kwargs: Any) -> Tensor:
+        pinned = kwargs.pop("pin_memory", False)
         if torch.device(kwargs.get("device") or "cpu").type != "cuda":
-            return make(*args, **kwargs)
+            tensor = make(*args, **kwargs)
+            return _pinned(tensor) if pinned else tensor
         if make.__name__ in ("tensor", "as_tensor"):
             gpu.note("wait", f"{make.__name__} from the host")
         elif make.__name__ != "empty":
@@ -167,15 +202,23 @@ def _pinned(tensor: Tensor) -> Tensor:
     return pinned
 
 
+def is_pinned(tensor: Tensor) -> bool:
+    """Return True if the tensor is in page-locked memory, or a view of one that is."""
+    return hasattr(tensor if tensor._base is None else tensor._base, "pinned")
+
+
 def _to(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if _device_in("to", args, kwargs) != "cuda":
             return plain(tensor, *args, **kwargs)
-        if isinstance(tensor, GpuTensor):
-            return tensor
-        if not (getattr(tensor, "pinned", False) and kwargs.get("non_blocking")):
+        if not (tensor.is_cuda or (is_pinned(tensor) and kwargs.get("non_blocking"))):
             gpu.note("wait", "to the GPU")
-        return on_gpu(tensor.clone())
+        host = tensor.as_subclass(Tensor)
+        args = tuple("cpu" if isinstance(a, str | torch.device) else a for a in args)
+        kwargs = {**kwargs, "copy": kwargs.get("copy") or not tensor.is_cuda}
+        with gpu.in_order():
+            moved = plain(host, *args, **kwargs)
+        return tensor if moved is host else on_gpu(moved)
 
     to.__name__ = "to"
     return to

@@ -20,7 +20,14 @@ STEPS = 8
 
 
 def train(
-    rank: int, size: int, gpu: Gpu | None, wire: str, policy: str, layers: int, norm: bool
+    rank: int,
+    size: int,
+    gpu: Gpu | None,
+    wire: str,
+    policy: str,
+    layers: int,
+    norm: bool,
+    stored: str = "float32",
 ) -> tuple[Tensor, int]:
     """Return the trained model, and the number of launched parts. Only steps are counted."""
     torch.manual_seed(rank)
@@ -31,7 +38,8 @@ def train(
         double.move_to_gpu(model)
         gpu.training.add(threading.get_ident())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sync = attach(model, optimizer, "streaming:parts=4", wire=wire, non_finite=policy)
+    text = f"streaming:parts=4,stored={stored}"
+    sync = attach(model, optimizer, text, wire=wire, non_finite=policy)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, make_batch(rank, step, dtype=torch.float32)).backward()
@@ -46,31 +54,38 @@ def train(
     return flat(model), launches
 
 
-@pytest.mark.parametrize("policy", ["raise", "warn"])
+@pytest.mark.parametrize(
+    ("policy", "stored"), [("raise", "float32"), ("warn", "float32"), ("raise", "host")]
+)
 @pytest.mark.parametrize("wire", ["int4", "float32"])
 def test_the_host_does_not_wait_in_a_step(
-    wire: str, policy: str, monkeypatch: pytest.MonkeyPatch
+    wire: str, policy: str, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even to check the updates and the buffers for NaN. With torch operations."""
     gpu = double.install(monkeypatch)
-    simulated(train, gpu, wire, policy, 1, True, workers=3)
+    simulated(train, gpu, wire, policy, 1, True, stored, workers=3)
     assert [event for event in gpu.counts if event[0] == "wait"] == []
     assert gpu.counts
 
 
-@pytest.mark.parametrize("size", [(2, 1), (3, 1), *nightly([(3, 12), (9, 1)])], ids=str)
+SIZES = [(2, 1, "float32"), (3, 1, "float32"), (2, 1, "host")]
+LARGE = nightly([(3, 12, "float32"), (9, 1, "float32"), (3, 1, "host")])
+
+
+@pytest.mark.parametrize("size", [*SIZES, *LARGE], ids=str)
 def test_a_part_takes_at_most_ten_kernels(
-    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the number of tensors and workers. The copies of the transport do not count."""
-    workers, layers = size
-    options = "int4", "raise", layers, False
+    """Whatever the number of tensors and workers. Copies to and from the host do not count."""
+    workers, layers, stored = size
+    options = "int4", "raise", layers, False, stored
     want = simulated(train, None, *options, workers=workers)
     gpu = double.install(monkeypatch)
     double.install_kernels(monkeypatch)
     found = simulated(train, gpu, *options, workers=workers)
     assert {kind for kind, _, _ in gpu.counts} == {"kernel"}
-    assert len(gpu.counts) <= 10, gpu.counts
+    # In host memory a message has many pieces, whose squared norms are concatenated.
+    assert len(gpu.counts) <= 10 + (stored == "host"), gpu.counts
     assert max(gpu.counts.values()) <= sum(launches for _, launches in found), gpu.counts
     for (model, _), (expected, _) in zip(found, want, strict=True):
         assert torch.equal(model, expected)
