@@ -102,13 +102,13 @@ GPU_PACKAGES := pytest pytest-timeout hypothesis sortedcontainers iniconfig plug
 wheels:  ## fetch the packages of `make gpu` for Python 3.12 into wheels/
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 -d wheels $(GPU_PACKAGES)
 
-gpu:  ## on a machine with a GPU: tests of values and costs of a step, at most nine minutes
+gpu:  ## on a machine with a GPU: tests of values and costs of a step, at most ten minutes
 	test -x .venv-gpu/bin/python || $(PYTHON) -m venv --system-site-packages .venv-gpu
 	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  $(if $(wildcard wheels),--no-index --no-deps --find-links wheels) $(GPU_PACKAGES)
 	.venv-gpu/bin/python -c "import torch; exit(0 if torch.cuda.is_available() else 'make gpu: torch sees no GPU')"
 	PYTHONPATH=src timeout 240 .venv-gpu/bin/python -m pytest -q -m cuda tests/device
-	PYTHONPATH=src timeout 280 .venv-gpu/bin/python -m benchmarks gpu
+	PYTHONPATH=src timeout 340 .venv-gpu/bin/python -m benchmarks gpu
 
 # The torch of that version on PyPI is the one with CUDA, for Linux: some gigabytes.
 # click and pyparsing are those of the time: newer ones warn of the calls of these.

@@ -77,8 +77,8 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2230, 1110),
-    "src/offbeat/averaging": (3352, 1834),
+    "src/offbeat": (2240, 1117),
+    "src/offbeat/averaging": (3410, 1870),
     "src/offbeat/checkpoint": (1004, 534),
     "src/offbeat/cli": (587, 321),
     "src/offbeat/data": (803, 393),
@@ -89,12 +89,12 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/nodes": (505, 285),
     "src/offbeat/quantization": (1435, 827),
     "src/offbeat/simulate": (2263, 1207),
-    "src/offbeat/strategies": (1358, 512),
+    "src/offbeat/strategies": (1366, 512),
     "src/offbeat/training": (2527, 1431),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9795, 5219),
-    "benchmarks": (6164, 3821),
-    "tests": (35419,),
+    "benchmarks": (6167, 3823),
+    "tests": (35687,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

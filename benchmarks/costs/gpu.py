@@ -2,7 +2,8 @@
 
 ``make gpu`` runs it on a machine with a GPU. It measures each codec first. Then each method takes
 the same steps: alone (each process trains its own model), streaming averaging with default
-settings, and torch's DDP. ``--quick`` trains a small model, on the CPU if there is no GPU.
+settings and with the global model in host memory, and torch's DDP. ``--quick`` trains a small
+model, on the CPU if there is no GPU.
 """
 
 import statistics
@@ -22,7 +23,7 @@ from benchmarks.models.gpt2 import GPT2
 from benchmarks.processes import run
 from offbeat_lab.recipes.models.transformers import next_token_loss
 
-METHODS = ("alone", "streaming", "ddp")
+METHODS = ("alone", "streaming", "streaming:stored=host", "ddp")
 WORKERS = (2, 4)
 STEPS, SKIPPED, PROFILED = 80, 30, 10
 BATCH, LENGTH = 8, 513  # 512 words and the one after them
@@ -40,7 +41,9 @@ def train(
     text = torch.randint(network.words.num_embeddings, batch, device=device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-4, fused=True)
     model: nn.Module = network
-    sync = offbeat.attach(network, optimizer) if method == "streaming" else None
+    sync = None
+    if method.startswith("streaming"):
+        sync = offbeat.attach(network, optimizer, offbeat.parse_strategy(method))
     if method == "ddp":
         model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     seconds = []

@@ -190,18 +190,22 @@ def _beyond(parameters: float, workers: int, send_steps: float) -> str:
     return f"this is beyond what was measured ({found}), so compare on your model" if found else ""
 
 
-def memory_bytes(parameters: float, workers: int) -> float:
-    """Return the most bytes that training takes on a worker, without activations.
+_SAVED_BYTES = {"float32": 0, "bfloat16": 2, "host": 4}  # per parameter, with AdamW
+
+
+def memory_bytes(parameters: float, workers: int, stored: str = "float32") -> float:
+    """Return the most bytes that training takes on the device of a worker, without activations.
 
     The parameters are float32, the optimizer is AdamW or SGD with momentum, and the strategy
-    streaming averaging with default settings. docs/streaming.md has the terms: parameters,
+    streaming averaging with the setting ``stored``. docs/streaming.md has the terms: parameters,
     gradients, optimizer, P and v take 20 bytes per parameter. The others are those of a message
-    with the whole model: the change of the local model and the quantized updates.
+    with the whole model: the change of the local model and the quantized updates. With AdamW there
+    is no v. With SGD, P and v in host memory save 8 bytes, but AdamW then needs more.
     """
     if workers == 1:
         return 16 * parameters
     message = 0.26 * (workers + 1) if workers <= 3 else 0.26 * 4 + 4 / workers
-    return (24 + message) * parameters
+    return (24 - _SAVED_BYTES[stored] + message) * parameters
 
 
 def _memory(parameters: float, workers: int, available: float) -> str:
@@ -214,9 +218,15 @@ def _memory(parameters: float, workers: int, available: float) -> str:
         else f"more than the {show_bytes(available)}, and activations are extra"
     )
     alone = show_bytes(16 * parameters)
-    return (
+    text = (
         f"AdamW in float32 takes {alone}, and up to {show_bytes(needed)} with streaming, {answer}"
     )
+    if workers > 1:
+        half, host = (
+            show_bytes(memory_bytes(parameters, workers, s)) for s in ("bfloat16", "host")
+        )
+        text += f"; streaming:outer_gain=1,stored=bfloat16 takes up to {half}, stored=host {host}"
+    return text
 
 
 def _number(value: float) -> str:

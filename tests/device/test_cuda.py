@@ -44,6 +44,7 @@ def train(rank: int, size: int, device: str, strategy: str, wire: Any) -> Tensor
 FIXED = [
     *("bsp", "local:period=3", "selsync:delta=0.05", "async:staleness=4"),
     *("diloco:period=3,fragments=2", "streaming:parts=2,schedule=cyclic,staleness=4"),
+    "streaming:parts=2,schedule=cyclic,staleness=4,stored=host",
 ]
 EAGER = [
     *("streaming", "async:schedule=eager,staleness=4", "easgd:period=2", "downpour"),

@@ -222,20 +222,32 @@ def test_table_and_dictionary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "memory", "told"),
+    ("workers", "memory", "told", "less"),
     [  # 24 bytes per parameter and the messages: 0.26·3, or 0.26·4 and an eighth of 4
-        (2, "1GB", "up to 619.5 MB with streaming, which leaves 380.5 MB of 1.0 GB for"),
-        (8, "0.5GiB", "up to 638.5 MB with streaming, more than the 536.9 MB, and activations"),
-        (1, 8e8, "up to 400.0 MB with streaming, which leaves 400.0 MB of 800.0 MB for"),
+        (
+            2,
+            "1GB",
+            "up to 619.5 MB with streaming, which leaves 380.5 MB of 1.0 GB for",
+            "streaming:outer_gain=1,stored=bfloat16 takes up to 569.5 MB, stored=host 519.5 MB",
+        ),
+        (
+            8,
+            "0.5GiB",
+            "up to 638.5 MB with streaming, more than the 536.9 MB, and activations",
+            "streaming:outer_gain=1,stored=bfloat16 takes up to 588.5 MB, stored=host 538.5 MB",
+        ),
+        (1, 8e8, "up to 400.0 MB with streaming, which leaves 400.0 MB of 800.0 MB for", ""),
     ],
 )
-def test_what_fits_into_the_memory(workers: int, memory: str | float, told: str) -> None:
+def test_what_fits_into_the_memory(workers: int, memory: str | float, told: str, less: str) -> None:
     """The last line of the advice, only if the size is given."""
     case = {**CASE, "workers": workers}
     assert "Memory" not in " ".join(plan(**case).advice())
     last = plan(**case, device_memory=memory).advice()[-1]
     assert last.startswith("Memory: AdamW in float32 takes 400.0 MB, and ")
     assert told in last
+    # With 22 and with 20 bytes in place of 24.
+    assert last.endswith(f"{less}." if less else "for activations.")
     with pytest.raises(ValueError, match="is not a size; write a number and a unit, like 80GB"):
         plan(**case, device_memory="80")
 
