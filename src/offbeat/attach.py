@@ -29,7 +29,7 @@ from offbeat.training.checks.compatibility import (
     require_timeout,
     require_usable,
 )
-from offbeat.training.ddp import DDPSuppressor, unwrapped
+from offbeat.training.ddp import suppress_ddp, unwrapped
 from offbeat.training.hooks import attached
 from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
 from offbeat.training.optimizers import unwrapped_optimizer
@@ -198,7 +198,8 @@ def attach(
     if wire != "float32":
         kernels()  # compile before the first collective, not between two of them
     # -- from here on every worker must take part --
-    ddp = DDPSuppressor(given, group, node_group)
+    undo = ExitStack()
+    wrappers = suppress_ddp(given, group, node_group, undo)
 
     def begin() -> Synchronizer:
         with ExitStack() as on_failure:
@@ -229,8 +230,9 @@ def attach(
                 log=log,
                 non_finite=non_finite,
                 min_workers=min_workers,
-                ddp=ddp,
+                wrappers=wrappers,
                 shards=shards,
+                undo=undo,
             )
             on_failure.pop_all()
         if gathering is not None:
@@ -240,7 +242,7 @@ def attach(
     try:
         return begin() if gathering is None else gathering.retry_after_losses(begin)
     except BaseException:
-        ddp.remove()
+        undo.close()
         raise
 
 
