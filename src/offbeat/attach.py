@@ -203,15 +203,17 @@ def attach(
 
     def begin() -> Synchronizer:
         with ExitStack() as on_failure:
-            team = _team(
-                gathering or group,
-                node_group,
-                timeout_seconds,
-                elastic=elastic,
-                sharded=shards is not None,
+            if node_group is None:
+                where = gathering or group
+                what = "offbeat.attach()"
+                team = Team(open_communicator(where, timeout_seconds, what=what, elastic=elastic))
+            else:
+                sharded = shards is not None
                 # Nodes are not needed if all workers average their gradients in each step.
-                needed=shards is not None or not isinstance(averages, Gradients),
-            )
+                needed = sharded or not isinstance(averages, Gradients)
+                team = open_nodes(
+                    group, node_group, timeout_seconds, sharded=sharded, needed=needed
+                )
             on_failure.callback(team.close)
             if elastic and team.membership is not None:
                 on_failure.callback(team.membership.leave, ended=False)
@@ -244,23 +246,6 @@ def attach(
     except BaseException:
         undo.close()
         raise
-
-
-def _team(
-    group: dist.ProcessGroup | Transport | None,
-    node_group: NodeGroup | None,
-    timeout_seconds: float,
-    *,
-    elastic: bool,
-    sharded: bool,
-    needed: bool,
-) -> Team:
-    if node_group is not None:
-        communicator, node = open_nodes(
-            group, node_group, timeout_seconds, sharded=sharded, needed=needed
-        )
-        return Team(communicator, node=node)
-    return Team(open_communicator(group, timeout_seconds, what="offbeat.attach()", elastic=elastic))
 
 
 def _optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
