@@ -327,12 +327,9 @@ class Synchronizer:
                 an iteration.
         """
         with between_steps(self, "load_state_dict()", loads=True) as components:
-            refused = None
-            try:
+            with components.state.agreement("load_state_dict()"):
                 components.state.check(state)
-            except CheckpointError as error:
-                refused = str(error)
-            components.state.load("load_state_dict()", refused, state)
+            components.state.load("load_state_dict()", state)
 
 
 @contextlib.contextmanager
@@ -404,7 +401,8 @@ def components_of(sync: Synchronizer, what: str) -> Components:
         TypeError: ``sync`` is not a ``Synchronizer``.
         AttachError: after ``finish`` or ``detach``.
     """
-    require_synchronizer(sync)
+    if not isinstance(sync, Synchronizer):
+        raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")
     sync._require_active(what)
     return sync._components
 
@@ -424,15 +422,3 @@ def clock_of(sync: Synchronizer) -> Callable[[], float]:
     The clock is virtual in the simulator. All processes of a machine have the same clock.
     """
     return sync._host.now
-
-
-def has_joined(sync: Synchronizer) -> bool:
-    """Return True if this worker has joined a running training, and has not taken a step since."""
-    require_synchronizer(sync)
-    return sync._active and sync._components.joined and not sync._components.unfinished.steps
-
-
-def require_synchronizer(sync: object) -> None:
-    """Raise TypeError unless ``sync`` is a ``Synchronizer``."""
-    if not isinstance(sync, Synchronizer):
-        raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")
