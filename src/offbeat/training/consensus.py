@@ -119,15 +119,14 @@ class Consensus:
                 f"rank {everyone.rank}: mean() after another worker has called finish(): call "
                 "mean() equally often on every rank"
             )
-        rows = everyone.gather_bytes(numbers.numpy().tobytes(), what="mean()")
+        rows = everyone.gather_values(numbers.flatten().tolist(), what="mean()")
         for rank, row in enumerate(rows):
             if len(row) != len(rows[0]):
                 raise MismatchError(
-                    f"rank {rank} has {len(row) // 8} numbers in mean(), and rank 0 has "
-                    f"{len(rows[0]) // 8}: give a value of the same shape on every rank"
+                    f"rank {rank} has {len(row)} numbers in mean(), and rank 0 has "
+                    f"{len(rows[0])}: give a value of the same shape on every rank"
                 )
-        received = [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in rows]
-        return torch.stack(received).mean(0).reshape(numbers.shape)
+        return torch.tensor(rows, dtype=torch.float64).mean(0).reshape(numbers.shape)
 
     # -- consensus -------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ An example is a moving average (EMA) of the weights. The consensus averages all 
 modules, also frozen ones, with equal weights. It combines their buffers as those of the model.
 """
 
-import zlib
 from collections.abc import Sequence
 
 from torch import nn
@@ -66,17 +65,14 @@ def agree_on_modules(worker: Worker, sums: Vote, also: Replica, *, finishing: bo
     """
     if not sums.has(ALSO):
         return False
-    text = "\n".join(also.describe())
-    digest = (zlib.crc32(text.encode()) or 1) if text else 0
-    reports = worker.team.everyone.gather_numbers(
-        [finishing, digest], what="comparison of the modules"
-    ).wait()
-    digests = [each for _, each in reports]
-    asking = [each for ended, each in reports if not ended] or digests
-    given = next((each for each in asking if each), 0)
-    if given and len(set(digests)) > 1:
-        first = digests.index(given)
-        rank = next(rank for rank, each in enumerate(digests) if each != given)
+    own, what = [finishing, also.describe()], "comparison of the modules"
+    reports = worker.team.everyone.gather_values(own, what=what)
+    modules = [each for _, each in reports]
+    asking = [each for ended, each in reports if not ended] or modules
+    given: list[str] = next((each for each in asking if each), [])
+    differing = [rank for rank, each in enumerate(modules) if each != given]
+    if given and differing:
+        rank, first = differing[0], modules.index(given)
         raise MismatchError(
             f"rank {rank} has other modules in consensus(also=…) or finish(also=…) than rank "
             f"{first}: give modules with equal names and shapes to both calls on every rank"
