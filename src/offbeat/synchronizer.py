@@ -17,7 +17,6 @@ from offbeat.averaging import Replica
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
-from offbeat.training.clipping import clip_grad_norm
 from offbeat.training.further_modules import tensors_of
 
 Value = TypeVar("Value", float, Tensor)
@@ -90,7 +89,7 @@ class Synchronizer:
             AttachError: ``optimizer`` is not attached. Or ``optimizer`` is None, and some but not
                 all optimizers have stepped in this iteration.
         """
-        return clip_grad_norm(self._iteration, self._worker, max_norm, optimizer)
+        return self._iteration.clip_grad_norm(max_norm, optimizer)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ``backward()`` only adds to the gradients of this worker.

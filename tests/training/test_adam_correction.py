@@ -269,7 +269,7 @@ def test_it_is_on_if_adam_trains_and_models_are_averaged(
         for step in range(10):
             train_step(model, optimizer, make_batch(rank, step))
         sync.finish()
-        return "lr_factor" in sync.stats.details, repr(sync._components.strategy)
+        return "lr_factor" in sync.stats.details, repr(sync._iteration.flow.strategy)
 
     for found, strategy in run(worker, workers=2):
         assert found == active

@@ -81,8 +81,7 @@ class Components:
         shards: Shards | None,
         undo: ExitStack,
     ) -> None:
-        self.strategy, self.team = strategy, team
-        self.shards = shards
+        self.team, self.shards = team, shards
         full = replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
         if shards is not None:
             trainable = [p for p in shards.parameters() if p.requires_grad]

@@ -7,7 +7,6 @@ finds only wrappers in the given model. A wrapper around that model, or a later 
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offbeat.errors import AttachError
 from offbeat.nodes.detection import NodeGroup, node_ranks
 from offbeat.transport.communicator import Transport
+from offbeat.transport.torch_backend.process_groups import ranks_text
 
 logger = logging.getLogger("offbeat")
 _FLAG = "_offbeat_backward_grad_sync"  # attribute with the flag of a wrapper during forward
@@ -91,8 +91,8 @@ def _require_suppressible(wrapper: DistributedDataParallel, allowed: list[list[i
     ranks = dist.get_process_group_ranks(wrapper.process_group)
     if set(ranks) not in map(set, allowed):
         raise AttachError(
-            f"the model is inside a DistributedDataParallel over ranks {_shown(ranks)}, and "
-            f"attach() trains it over ranks {_shown(allowed[0])}: give both the same group, and "
+            f"the model is inside a DistributedDataParallel over {ranks_text(ranks)}, and "
+            f"attach() trains it over {ranks_text(allowed[0])}: give both the same group, and "
             "give node_group to average the gradients of each node in every step"
         )
     # With these options DDP communicates even if the flags in _switch_off are False. The
@@ -108,7 +108,3 @@ def _require_suppressible(wrapper: DistributedDataParallel, allowed: list[list[i
                 f"the model is inside a DistributedDataParallel with {name}, whose reduction "
                 "cannot be switched off: do not use it, or attach without the wrapper"
             )
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

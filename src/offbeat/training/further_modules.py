@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from offbeat.averaging import Replica, Worker
-from offbeat.averaging.model_mean import ModelMean, copy_rank_0
 from offbeat.averaging.votes import ALSO, Vote
 from offbeat.errors import AttachError, MismatchError
 from offbeat.training.checks.compatibility import require_usable
-from offbeat.transport.team import Team
 
 
 def tensors_of(also: Sequence[nn.Module], model: Replica, call: str, *, sharded: bool) -> Replica:
@@ -78,10 +76,3 @@ def agree_on_modules(worker: Worker, sums: Vote, also: Replica, *, finishing: bo
             f"{first}: give modules with equal names and shapes to both calls on every rank"
         )
     return bool(given)
-
-
-def average_modules(team: Team, also: Replica) -> None:
-    """Replace ``also`` by its mean. A collective. A failure may leave some tensors averaged."""
-    if team.size > 1:
-        ModelMean(team, also).show(1.0, team.size, what="consensus of the modules in also")
-        copy_rank_0(team, also.other_buffers())
