@@ -35,13 +35,13 @@ class StatsRecorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count neither time nor bytes inside the context."""
-        start = self._host.now()
+        """Count neither time nor bytes inside the context, which may contain another one."""
+        clock, start = self._clock, self._host.now()
         try:
             with self._account.paused():  # a wait would otherwise be subtracted twice
                 yield
         finally:
-            self.exclude_time(self._host.now() - start)
+            self._clock = clock + self._host.now() - start
 
     def record(self, values: dict[str, object]) -> None:
         """Add ``values`` to the next record; see ``Synchronizer.record``."""
