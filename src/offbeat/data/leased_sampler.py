@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from offbeat.arguments import require_integer
 from offbeat.data.leases import Leases, Numbers, Ranges, to_numbers, to_ranges
 from offbeat.errors import AttachError
-from offbeat.synchronizer import Synchronizer, components_of
+from offbeat.synchronizer import Synchronizer, between_steps, components_of
 
 
 class LeasedSampler(Sampler[list[int]]):
@@ -303,17 +303,15 @@ class LeasedSampler(Sampler[list[int]]):
         the worker has taken a step since. Any number of workers can continue from the state.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``.
+            AttachError: after ``finish`` or ``detach``, or in the middle of an iteration.
             CheckpointError: another worker has called ``finish``.
             CommunicationError: a worker was lost meanwhile.
         """
         what = "LeasedSampler.state_dict()"
-        components = components_of(self.sync, what)
-        if not components.iteration.shows_consensus:
+        if not components_of(self.sync, what).iteration.shows_consensus:
             with self.sync.consensus():
                 return self.state_dict()
-        components.consensus.require_complete(what)
-        with components.iteration.guard:  # also between two collectives
+        with between_steps(self.sync, what):
             return self._collect()
 
     def _collect(self) -> dict[str, Any]:

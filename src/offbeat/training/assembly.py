@@ -153,17 +153,15 @@ class Components:
             changes.record()
 
     def _hook_optimizers(self, *, adam_correction: bool) -> None:
-        sgd_factor = partial(attrgetter("flow.lr_factor"), self.iteration)
+        undo, sgd_factor = self._undo, partial(attrgetter("flow.lr_factor"), self.iteration)
         for each in self.worker.optimizers:
             factor = None
             if adam_correction:
                 correction = AdamCorrection(self.worker, each)
-                factor = StepFactor(each.optimizer, correction.factors, correction.stepped)
+                factor = StepFactor(each.optimizer, correction.factors, undo, correction.stepped)
             elif isinstance(each.optimizer, SGD):
-                factor = StepFactor(each.optimizer, sgd_factor)
-            if factor is not None:
-                self._undo.callback(factor.remove)
-            StepHooks(each, self.iteration, factor, self._undo, scaled=self.worker.scaled)
+                factor = StepFactor(each.optimizer, sgd_factor, undo)
+            StepHooks(each, self.iteration, factor, undo, scaled=self.worker.scaled)
 
     def _completed(self, synced: bool) -> None:
         """Update the totals after an iteration. ``synced``: True if a mean took effect in it."""
