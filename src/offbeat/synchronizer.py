@@ -65,7 +65,7 @@ class Synchronizer:
             TypeError: a value is not a number, a text, None, or a list or dictionary of these.
             ValueError: a name is reserved for a field of every record, such as ``step``.
         """
-        self._recorder.record(values)
+        self._recorder.records.add(values)
 
     # -- every step --------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ class Components:
         self.iteration.close()
         self._undo.close()
         try:
-            self.recorder.close()
+            self.recorder.records.close()
         finally:
             if self.team.membership is not None and self.membership_changes is not None:
                 self.team.membership.leave(ended=together)
