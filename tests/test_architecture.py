@@ -90,7 +90,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/quantization": (1435, 827),
     "src/offbeat/simulate": (2263, 1207),
     "src/offbeat/strategies": (1358, 512),
-    "src/offbeat/training": (2466, 1397),
+    "src/offbeat/training": (2459, 1393),
     "src/offbeat/transport": (2641, 1302),
     "src/offbeat_lab": (9953, 5314),
     "benchmarks": (6627, 4162),
