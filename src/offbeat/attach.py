@@ -29,7 +29,7 @@ from offbeat.training.checks.compatibility import (
     require_timeout,
     require_usable,
 )
-from offbeat.training.ddp import DDPSuppressor, unwrapped
+from offbeat.training.ddp import suppress_ddp, unwrapped
 from offbeat.training.hooks import attached
 from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
 from offbeat.training.optimizers import unwrapped_optimizer
@@ -198,19 +198,22 @@ def attach(
     if wire != "float32":
         kernels()  # compile before the first collective, not between two of them
     # -- from here on every worker must take part --
-    ddp = DDPSuppressor(given, group, node_group)
+    undo = ExitStack()
+    wrappers = suppress_ddp(given, group, node_group, undo)
 
     def begin() -> Synchronizer:
         with ExitStack() as on_failure:
-            team = _team(
-                gathering or group,
-                node_group,
-                timeout_seconds,
-                elastic=elastic,
-                sharded=shards is not None,
+            if node_group is None:
+                where = gathering or group
+                what = "offbeat.attach()"
+                team = Team(open_communicator(where, timeout_seconds, what=what, elastic=elastic))
+            else:
+                sharded = shards is not None
                 # Nodes are not needed if all workers average their gradients in each step.
-                needed=shards is not None or not isinstance(averages, Gradients),
-            )
+                needed = sharded or not isinstance(averages, Gradients)
+                team = open_nodes(
+                    group, node_group, timeout_seconds, sharded=sharded, needed=needed
+                )
             on_failure.callback(team.close)
             if elastic and team.membership is not None:
                 on_failure.callback(team.membership.leave, ended=False)
@@ -229,8 +232,9 @@ def attach(
                 log=log,
                 non_finite=non_finite,
                 min_workers=min_workers,
-                ddp=ddp,
+                wrappers=wrappers,
                 shards=shards,
+                undo=undo,
             )
             on_failure.pop_all()
         if gathering is not None:
@@ -240,25 +244,8 @@ def attach(
     try:
         return begin() if gathering is None else gathering.retry_after_losses(begin)
     except BaseException:
-        ddp.remove()
+        undo.close()
         raise
-
-
-def _team(
-    group: dist.ProcessGroup | Transport | None,
-    node_group: NodeGroup | None,
-    timeout_seconds: float,
-    *,
-    elastic: bool,
-    sharded: bool,
-    needed: bool,
-) -> Team:
-    if node_group is not None:
-        communicator, node = open_nodes(
-            group, node_group, timeout_seconds, sharded=sharded, needed=needed
-        )
-        return Team(communicator, node=node)
-    return Team(open_communicator(group, timeout_seconds, what="offbeat.attach()", elastic=elastic))
 
 
 def _optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

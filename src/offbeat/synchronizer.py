@@ -17,7 +17,6 @@ from offbeat.averaging import Replica
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
-from offbeat.training.clipping import clip_grad_norm
 from offbeat.training.further_modules import tensors_of
 
 Value = TypeVar("Value", float, Tensor)
@@ -66,7 +65,7 @@ class Synchronizer:
             TypeError: a value is not a number, a text, None, or a list or dictionary of these.
             ValueError: a name is reserved for a field of every record, such as ``step``.
         """
-        self._recorder.record(values)
+        self._recorder.records.add(values)
 
     # -- every step --------------------------------------------------------------------------
 
@@ -90,7 +89,7 @@ class Synchronizer:
             AttachError: ``optimizer`` is not attached. Or ``optimizer`` is None, and some but not
                 all optimizers have stepped in this iteration.
         """
-        return clip_grad_norm(self._iteration, self._worker, max_norm, optimizer)
+        return self._iteration.clip_grad_norm(max_norm, optimizer)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ``backward()`` only adds to the gradients of this worker.
@@ -327,12 +326,9 @@ class Synchronizer:
                 an iteration.
         """
         with between_steps(self, "load_state_dict()", loads=True) as components:
-            refused = None
-            try:
+            with components.state.agreement("load_state_dict()"):
                 components.state.check(state)
-            except CheckpointError as error:
-                refused = str(error)
-            components.state.load("load_state_dict()", refused, state)
+            components.state.load("load_state_dict()", state)
 
 
 @contextlib.contextmanager
@@ -352,13 +348,11 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
     components = components_of(sync, what)
     iteration, consensus, recorder = components.iteration, components.consensus, sync._recorder
     shown = iteration.shows_consensus
-    if components.shards is not None:
-        if shown:
-            raise AttachError(
-                f"{what} inside consensus() with a model that fully_shard has divided: no worker "
-                "would save all of it; save there with torch.distributed.checkpoint"
-            )
-        components.shards.reshard()
+    if shown and components.shards is not None:
+        raise AttachError(
+            f"{what} inside consensus() with a model that fully_shard has divided: no worker "
+            "would save all of it; save there with torch.distributed.checkpoint"
+        )
     if loads:
         iteration.require_own_model(what)
     iteration.require_step_end(what)
@@ -404,7 +398,8 @@ def components_of(sync: Synchronizer, what: str) -> Components:
         TypeError: ``sync`` is not a ``Synchronizer``.
         AttachError: after ``finish`` or ``detach``.
     """
-    require_synchronizer(sync)
+    if not isinstance(sync, Synchronizer):
+        raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")
     sync._require_active(what)
     return sync._components
 
@@ -424,15 +419,3 @@ def clock_of(sync: Synchronizer) -> Callable[[], float]:
     The clock is virtual in the simulator. All processes of a machine have the same clock.
     """
     return sync._host.now
-
-
-def has_joined(sync: Synchronizer) -> bool:
-    """Return True if this worker has joined a running training, and has not taken a step since."""
-    require_synchronizer(sync)
-    return sync._active and sync._components.joined and not sync._components.unfinished.steps
-
-
-def require_synchronizer(sync: object) -> None:
-    """Raise TypeError unless ``sync`` is a ``Synchronizer``."""
-    if not isinstance(sync, Synchronizer):
-        raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")

@@ -350,9 +350,8 @@ def test_nodes_of_a_transport_may_be_sharded(sharded: bool) -> None:
     """The communicator connects this process with its counterparts."""
 
     def work(rank: int, size: int) -> Any:
-        communicator, node = open_nodes(dist.group.WORLD, "auto", 60.0, sharded=sharded)
-        assert node is not None
-        return node.sharded, communicator.rank, communicator.size
+        team = open_nodes(dist.group.WORLD, "auto", 60.0, sharded=sharded)
+        return team.sharded, team.rank, team.size
 
     found = simulated(work, workers=4, workers_per_node=2)
     assert found == [(sharded, rank // 2, 2) for rank in range(4)]

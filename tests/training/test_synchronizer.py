@@ -129,6 +129,23 @@ def evaluated(rank: int, size: int) -> bool:
     return same
 
 
+def test_stats_count_no_time_twice_that_calls_inside_a_consensus_take() -> None:
+    """Each of the four steps computes for 50 ms. Before each, the workers evaluate."""
+
+    def worker() -> Any:
+        rank = dist.get_rank()
+        model, optimizer, sync = start(rank, "local:period=100")
+        for step in range(4):
+            with sync.consensus():
+                sync.mean(float(rank))
+                sync.state_dict()
+            train_step(model, optimizer, make_batch(rank, step))
+        return sync.stats.compute_seconds
+
+    found = offbeat.simulate(worker, workers=2, network=offbeat.Network("1Mbit/s", latency="30ms"))
+    assert found.results == pytest.approx([4 * 0.05] * 2)
+
+
 def test_a_consensus_is_a_decorator() -> None:
     """Every call of the function enters a consensus of its own."""
     assert run(evaluated, workers=2) == [True, True]

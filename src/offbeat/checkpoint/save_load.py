@@ -11,6 +11,7 @@ import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from offbeat.arguments import require_integer
 from offbeat.checkpoint.files import CheckpointKey, Files, read
 from offbeat.checkpoint.worker_state import Values, require_equal
 from offbeat.errors import CheckpointError
-from offbeat.synchronizer import Synchronizer, between_steps, has_joined
+from offbeat.synchronizer import Synchronizer, between_steps, components_of
 from offbeat.training.assembly import Components
 
 logger = logging.getLogger("offbeat")
@@ -118,8 +119,9 @@ def save(
             "random": _random_states(components.device),
             "extra": extra,
         }
-        own, token = sorted(files.checkpoints()), secrets.token_hex(8)
-        step, answers = state.require_same_step(_SAVE, None, contents, own, token)
+        step = state.require_same_step(_SAVE, contents)
+        own = [sorted(files.checkpoints()), secrets.token_hex(8)]
+        answers = components.team.everyone.gather_values(own, what=_SAVE)
         all_keys = [{(step, number) for step, number in keys} for keys, _ in answers]
         # A worker without files may be one that the earlier run did not have.
         common = set.intersection(*filter(None, all_keys)) if any(all_keys) else set()
@@ -132,13 +134,9 @@ def save(
         repetitions = [n for keys in all_keys for saved_step, n in keys if saved_step == step]
         key = (step, max(repetitions, default=-1) + 1)
         contents["id"] = answers[0][1]  # rank 0's token: the same in all files of this checkpoint
-        refused = None
         try:
-            files.write(key, contents)
-        except CheckpointError as error:
-            refused = str(error)
-        try:
-            state.require_all(_SAVE, refused)
+            with state.agreement(_SAVE):
+                files.write(key, contents)
         except CheckpointError:
             files.discard(key)
             raise
@@ -181,20 +179,18 @@ def load(
         AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of an
             iteration.
     """
-    if has_joined(sync):  # the other workers take steps
+    components = components_of(sync, _LOAD)
+    if components.joined and not components.unfinished.steps:  # the other workers take steps
         return None
-    with between_steps(sync, _LOAD, loads=True) as components:
+    with between_steps(sync, _LOAD, loads=True):
         state, files = components.state, Files(Path(directory), sync.rank)
         if (found := _newest_complete(files, components)) is None:
             return None
         key, path, contents = found
-        refused = None
-        try:
+        with state.agreement(_LOAD, f"{path}: "):
             state.check(contents)
             require_equal(contents["arguments"], _kinds(scheduler, scaler))
-        except CheckpointError as error:
-            refused = f"{path}: {error}"
-        state.load(_LOAD, refused, contents)
+        state.load(_LOAD, contents)
         for each, values in zip(_as_list(scheduler), contents["scheduler"], strict=True):
             each.load_state_dict(values)
         if scaler is not None:
@@ -223,12 +219,13 @@ def _newest_complete(
 
     A collective. The file is this worker's, or else rank 0's. None if no worker has a checkpoint.
     """
-    refused = None
-    if files.folder.is_file():
-        refused = f"{files.folder} is a file: name the directory of the checkpoints"
-    own = files.checkpoints()
-    answers = components.state.require_all(_LOAD, refused, sorted(own))
-    saved = {(step, repetition) for (keys,) in answers for step, repetition in keys}
+    with components.state.agreement(_LOAD):
+        if files.folder.is_file():
+            raise CheckpointError(
+                f"{files.folder} is a file: name the directory of the checkpoints"
+            )
+    own, gather = files.checkpoints(), partial(components.team.everyone.gather_values, what=_LOAD)
+    saved = {(step, repetition) for keys in gather(sorted(own)) for step, repetition in keys}
     # A crash may have left this worker's file under its temporary name. If another worker has
     # renamed its file of this checkpoint, this one is complete, too; see ``checkpoint.files``.
     for key in saved & files.checkpoints(partial=True) - own:
@@ -246,8 +243,7 @@ def _newest_complete(
                 raise CheckpointError(f"there is no file of rank {files.rank} next to {of_rank_0}")
         except CheckpointError as error:
             refused = str(error)
-        values = [refused, contents.get("id")]
-        answers = components.team.everyone.gather_values(values, what=_LOAD)
+        answers = gather([refused, contents.get("id")])
         refusals = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(answers) if reason]
         if not refusals and any(token != answers[0][1] for _, token in answers):
             refusals = ["the workers' files were not saved together"]

@@ -13,10 +13,11 @@ strategy and any number of workers. Training then starts again from that mean, a
 (``Stats``) continue. A worker that joins receives such a state, and the states of the script.
 """
 
+import contextlib
 import copy
 import dataclasses
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -127,33 +128,36 @@ class WorkerState:
 
     # -- agreement of all workers ------------------------------------------------------------------
 
-    def require_all(self, what: str, refused: str | None, *more: Any) -> list[list[Any]]:
-        """Return ``more`` of every worker, values for JSON. A collective.
+    @contextlib.contextmanager
+    def agreement(self, what: str, where: str = "") -> Iterator[None]:
+        """Return a context that ends on all workers with the same CheckpointError, or with none.
 
-        Raises CheckpointError on every worker if one has ``refused``, which is the reason. ``what``
-        is the name of the caller.
+        Its end is a collective. ``what`` is the name of the caller. ``where`` begins the reason in
+        the error.
         """
-        answers = self._worker.team.everyone.gather_values([refused, *more], what=what)
-        for rank, (reason, *_) in enumerate(answers):
-            if reason is not None:
+        reason = None
+        try:
+            yield
+        except CheckpointError as error:
+            reason = f"{where}{error}"
+        reasons = self._worker.team.everyone.gather_values(reason, what=what)
+        for rank, each in enumerate(reasons):
+            if each is not None:
                 raise CheckpointError(
-                    f"rank {rank} cannot take part in {what}, so no worker does: {reason}"
+                    f"rank {rank} cannot take part in {what}, so no worker does: {each}"
                 )
-        return [rest for _, *rest in answers]
 
-    def require_same_step(
-        self, what: str, refused: str | None, values: Values, *more: Any
-    ) -> tuple[int, list[list[Any]]]:
-        """Return the largest number of steps of all workers, and ``more`` of each. A collective.
+    def require_same_step(self, what: str, values: Values) -> int:
+        """Return the largest number of steps of all workers. A collective.
 
-        As ``require_all``. Also raises CheckpointError on every worker unless the states ``values``
-        are all of a consensus, or all of workers at the same step.
+        Raises CheckpointError on every worker unless the states ``values`` are all of a consensus,
+        or all of workers at the same step. ``what`` is the name of the caller.
         """
-        of, steps = ("", 0) if refused else (values["of"], values["stats"]["steps"])
-        answers = self.require_all(what, refused, of, steps, *more)
+        own = values["of"], values["stats"]["steps"]
+        answers = self._worker.team.everyone.gather_values(own, what=what)
         positions = [
             "a consensus" if of == "consensus" else f"a worker at step {steps}"
-            for of, steps, *_ in answers
+            for of, steps in answers
         ]
         for rank, position in enumerate(positions):
             if position != positions[0]:
@@ -162,7 +166,7 @@ class WorkerState:
                     f"{positions[0]}: all workers save and load at the same step, or all in a "
                     "consensus"
                 )
-        return max(steps for _, steps, *_ in answers), [others for _, _, *others in answers]
+        return max(int(steps) for _, steps in answers)
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -184,12 +188,12 @@ class WorkerState:
         if whole:
             restore(flow.state, values["state"], check_only=True)
 
-    def load(self, what: str, refused: str | None, values: Values) -> None:
-        """Load a state on all workers, or on none. A collective.
+    def load(self, what: str, values: Values) -> None:
+        """Load a state that has passed ``check`` on all workers, or load none. A collective.
 
-        ``refused`` is the error of ``check``, or None. ``what`` is the name of the caller.
+        ``what`` is the name of the caller.
         """
-        steps, _ = self.require_same_step(what, refused, values)
+        steps = self.require_same_step(what, values)
         flow, worker = self._iteration.flow, self._worker
         self._load_tensors(values)
         totals = copy.deepcopy(values["stats"])

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Collection, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from offbeat.arguments import require_integer
 from offbeat.data.leases import Leases, Numbers, Ranges, to_numbers, to_ranges
 from offbeat.errors import AttachError
-from offbeat.synchronizer import Synchronizer, components_of
+from offbeat.synchronizer import Synchronizer, between_steps, components_of
 
 
 class LeasedSampler(Sampler[list[int]]):
@@ -130,8 +130,7 @@ class LeasedSampler(Sampler[list[int]]):
         self._handed_out = self._trained = 0
         self._handed_out_at = 0  # number of steps before the newest batch was handed out
         self._done: dict[int, Ranges] = {}  # batches that were trained on, by epoch
-        # Numbers of the epoch that was begun last, and of the last one that was used up.
-        self._begun = self._ended = -1
+        self._ended = -1  # number of the last epoch that was used up
         self._progress = 0.0
         self._has_loader = False
         if not components.unfinished.steps:
@@ -173,7 +172,7 @@ class LeasedSampler(Sampler[list[int]]):
         while the others wait there has to enter this consensus, too. So it starts from the epoch
         that they have just ended, although no batch of it is left.
         """
-        epoch = self.epoch if self._begun < 0 else self._begun
+        epoch = self.epoch if self._leases.epoch < 0 else self._leases.epoch
         return {"epoch": epoch, "resumed": self._resumed}
 
     def _join(self, values: dict[str, Any]) -> None:
@@ -190,7 +189,7 @@ class LeasedSampler(Sampler[list[int]]):
                 "a LeasedSampler needs a LeasedLoader around the DataLoader, which tells it what "
                 "was trained on: LeasedLoader(DataLoader(dataset, batch_sampler=sampler))"
             )
-        if self._begun != self.epoch:
+        if self._leases.epoch != self.epoch:
             self._begin(self.epoch)
         size, drawn = self._settings["batch_size"], self._handed_out
         while drawn < len(self._taken) or self._take():
@@ -199,10 +198,9 @@ class LeasedSampler(Sampler[list[int]]):
             yield self._order[number * size : (number + 1) * size].tolist()
 
     def _begin(self, epoch: int) -> None:
-        if self._begun < 0:
+        if self._leases.epoch < 0:
             self._leases.require_equal(str(self._settings))
         self._note_done()
-        self._begun = epoch
         self._taken, self._progress_of = array("q"), array("d")
         self._handed_out = self._trained = 0
         self._order = self._order_of(epoch)
@@ -230,7 +228,8 @@ class LeasedSampler(Sampler[list[int]]):
     def _take(self) -> bool:
         """Take the next chunk. Returns False if there is none. Blocks until it is there."""
         components_of(self.sync, "LeasedSampler")  # raises after the end of training
-        epoch, leases = self._begun, self._leases
+        leases = self._leases
+        epoch = leases.epoch
         position, chunk = leases.take(self._note_done())
         last = self._number_of(epoch)
         # Assumes that each worker has trained on as many batches of its chunk as this one.
@@ -242,10 +241,6 @@ class LeasedSampler(Sampler[list[int]]):
             size, samples = self._settings["batch_size"], self._settings["samples"]
             self.repeated += int(np.minimum(size, samples - size * chunk).sum())
         return bool(chunk.size)
-
-    def count_by_loader(self) -> None:
-        """Note that a loader calls ``hand_out`` and ``end_queue``."""
-        self._has_loader = True
 
     def hand_out(self) -> None:
         """Note that the training loop receives a batch, the oldest one drawn. Never blocks."""
@@ -261,7 +256,7 @@ class LeasedSampler(Sampler[list[int]]):
 
     def _note_done(self) -> Ranges:
         """Return the batches of this epoch that were trained on, and note them in ``_done``."""
-        done = self._done[self._begun] = to_ranges(self._taken[: self._trained])
+        done = self._done[self._leases.epoch] = to_ranges(self._taken[: self._trained])
         return done
 
     # -- the end of an epoch ---------------------------------------------------------------------
@@ -272,7 +267,8 @@ class LeasedSampler(Sampler[list[int]]):
         In elastic training it waits until all workers have done so. Returns True if the next
         iteration has batches of the same epoch, which lost workers have left.
         """
-        epoch, leases = self._begun, self._leases
+        leases = self._leases
+        epoch = leases.epoch
         self._trained = self._handed_out  # also batches without a step
         done = self._note_done()
         if self._elastic and (left := self._agree_on_left(done, self._batches_of(epoch))).size:
@@ -288,14 +284,13 @@ class LeasedSampler(Sampler[list[int]]):
         consensus does not prove that all workers have reached the end, because a worker may
         evaluate in one in the middle of the epoch. The reports prove it.
         """
-        left = self._leases.agree_on_left(done, whole, None)
-        while left is None:
+        members: Collection[int] | None = None
+        while (left := self._leases.agree_on_left(done, whole, members)) is None:
             with self.sync.consensus():
                 pass
             # A worker that has called ``finish`` takes no further batch: do not wait for it.
             complete = components_of(self.sync, "LeasedSampler").consensus.complete
             members = self._team.members if complete else ()
-            left = self._leases.agree_on_left(done, whole, members)
         return left
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -308,17 +303,15 @@ class LeasedSampler(Sampler[list[int]]):
         the worker has taken a step since. Any number of workers can continue from the state.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``.
+            AttachError: after ``finish`` or ``detach``, or in the middle of an iteration.
             CheckpointError: another worker has called ``finish``.
             CommunicationError: a worker was lost meanwhile.
         """
         what = "LeasedSampler.state_dict()"
-        components = components_of(self.sync, what)
-        if not components.iteration.shows_consensus:
+        if not components_of(self.sync, what).iteration.shows_consensus:
             with self.sync.consensus():
                 return self.state_dict()
-        components.consensus.require_complete(what)
-        with components.iteration.guard:  # also between two collectives
+        with between_steps(self.sync, what):
             return self._collect()
 
     def _collect(self) -> dict[str, Any]:
@@ -326,7 +319,7 @@ class LeasedSampler(Sampler[list[int]]):
         self._note_step()
         self._note_done()
         gather = partial(self._team.communicator.gather_values, what="data in use")
-        epochs = gather(self._begun if self._begun > self._ended else self.epoch)
+        epochs = gather(self._leases.epoch if self._leases.epoch > self._ended else self.epoch)
         span = range(min(epochs), max([*epochs, *self._resumed]) + 1)
         every = gather([self._done.get(epoch, []) for epoch in span])
         left: dict[int, Ranges] = {}
@@ -349,7 +342,7 @@ class LeasedSampler(Sampler[list[int]]):
         Raises:
             ValueError: The state has other settings than this sampler, or an epoch has begun.
         """
-        if self._begun >= 0:
+        if self._leases.epoch >= 0:
             raise ValueError("load_state_dict() after the first epoch has begun: call it before")
         for name, value in self._settings.items():
             if state.get(name) != value:
@@ -400,7 +393,7 @@ class LeasedLoader(Iterable[Any]):
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
             raise ValueError("in_order=False changes the order of the batches: leave it out")
         self.loader, self.sampler = loader, sampler
-        sampler.count_by_loader()
+        sampler._has_loader = True
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch of this worker if all are equally fast."""

@@ -90,17 +90,14 @@ class Leases:
         elastic: True to write reports.
 
     Attributes:
-        epoch: Number of the epoch of the current queue.
+        epoch: Number of the epoch of the current queue. -1 before the first one.
         number: Number of the current queue in the epoch.
         batches: The batches of the current queue, in order.
     """
 
-    epoch: int
-    number: int
-    batches: Numbers
-
     def __init__(self, team: Team, store: KeyValueStore, *, elastic: bool) -> None:
         self._team, self._store, self._elastic = team, store, elastic
+        self.epoch, self.number, self.batches = -1, 0, to_numbers([])
         self._workers = 0  # number of workers that this one has known; identities are below it
         self._counter = 0  # end of the last chunk of this worker in the queue
         self._least = 1  # least length of a chunk

@@ -16,7 +16,7 @@ from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.connect import open_communicator
 from offbeat.transport.host import ThreadHost
 from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.team import Node
+from offbeat.transport.team import Node, Team
 from offbeat.transport.torch_backend.process_groups import GroupFactory, ranks_text
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
@@ -30,7 +30,7 @@ def open_nodes(
     *,
     sharded: bool = False,
     needed: bool = True,
-) -> tuple[Communicator, Node | None]:
+) -> Team:
     """Detect the nodes and open their communicators. A collective of ``group``.
 
     ``group`` and ``node_group`` are those of ``attach``. With "auto" the environment variables of
@@ -42,9 +42,8 @@ def open_nodes(
     ``host`` object as ``Node.inside``.
 
     Returns:
-        A communicator between this process and its counterparts in the other nodes, and the node.
-        If each node has one worker, or nodes are not ``needed``: the communicator of all workers,
-        and None.
+        A team with one member for each node. If each node has one worker, or nodes are not
+        ``needed``: a team of all workers.
 
     Raises:
         AttachError: the nodes are invalid (raised on all workers), or the custom transport does not
@@ -55,24 +54,30 @@ def open_nodes(
     if hasattr(transport, "make_communicator"):
         across, node = _open_by_transport(transport, node_group, timeout_seconds)
         if node.inside.size == 1 or not needed:
-            return node.everyone, None
-        return _with_labels(across, replace(node, sharded=sharded))
-    everyone = open_communicator(group, timeout_seconds, what="offbeat.attach()")
-    if transport is None:  # a single process
-        return everyone, None
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(everyone.close)
+            return Team(node.everyone)
+        node = replace(node, sharded=sharded)
+    else:
+        everyone = open_communicator(group, timeout_seconds, what="offbeat.attach()")
+        if transport is None:  # a single process
+            return Team(everyone)
         assert group is None or isinstance(group, dist.ProcessGroup)
-        reported = _reported_node(group, node_group)
-        what = "comparison of the nodes"
-        nodes = group_into_nodes(everyone.gather_values(reported, what=what))
-        members = next(members for members in nodes if everyone.rank in members)
-        if len(members) == 1 or not needed:
-            opened: tuple[Communicator, Node | None] = everyone, None
-        else:
-            opened = _open_groups(group, node_group, nodes, members, everyone, sharded=sharded)
-        on_failure.pop_all()
-        return opened
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(everyone.close)
+            reported = _reported_node(group, node_group)
+            what = "comparison of the nodes"
+            nodes = group_into_nodes(everyone.gather_values(reported, what=what))
+            members = next(members for members in nodes if everyone.rank in members)
+            used = len(members) > 1 and needed
+            if used:
+                opened = _open_groups(group, node_group, nodes, members, everyone, on_failure)
+            on_failure.pop_all()
+        if not used:
+            return Team(everyone)
+        across, inside = opened
+        node = Node(everyone, inside, sharded)
+    # Errors then say which group the ranks refer to.
+    across.label, node.inside.label = " (between nodes)", " (inside the node)"
+    return Team(across, node=node)
 
 
 def _open_by_transport(
@@ -96,30 +101,20 @@ def _open_groups(
     nodes: Sequence[Sequence[int]],
     node: Sequence[int],
     everyone: Communicator,
-    *,
-    sharded: bool,
-) -> tuple[Communicator, Node]:
+    on_failure: contextlib.ExitStack,
+) -> tuple[Communicator, Communicator]:
+    """Return the communicators between this process's counterparts, and inside its node."""
     place, seconds = node.index(everyone.rank), everyone.timeout_seconds
     host = ThreadHost()  # shared, because one background thread waits for both communicators
-    with contextlib.ExitStack() as on_failure:
-        inside_group = GroupFactory.among(group, node) if node_group == "auto" else node_group
-        inside = TorchCommunicator(inside_group, timeout_seconds=seconds, host=host)
-        on_failure.callback(inside.close)
-        across: SingleCommunicator | TorchCommunicator = SingleCommunicator(seconds)
-        across.host = host
-        if len(nodes) > 1:
-            counterparts = GroupFactory.among(group, [members[place] for members in nodes])
-            across = TorchCommunicator(counterparts, timeout_seconds=seconds, host=host)
-        on_failure.callback(across.close)
-        opened = _with_labels(across, Node(everyone, inside, sharded))
-        on_failure.pop_all()
-        return opened
-
-
-def _with_labels(across: Communicator, node: Node) -> tuple[Communicator, Node]:
-    """Tell in errors which group the ranks refer to. Returns the arguments."""
-    across.label, node.inside.label = " (between nodes)", " (inside the node)"
-    return across, node
+    inside_group = GroupFactory.among(group, node) if node_group == "auto" else node_group
+    inside = TorchCommunicator(inside_group, timeout_seconds=seconds, host=host)
+    on_failure.callback(inside.close)
+    if len(nodes) > 1:
+        counterparts = GroupFactory.among(group, [members[place] for members in nodes])
+        return TorchCommunicator(counterparts, timeout_seconds=seconds, host=host), inside
+    across = SingleCommunicator(seconds)
+    across.host = host
+    return across, inside
 
 
 def node_ranks(

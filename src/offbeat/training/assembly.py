@@ -9,12 +9,13 @@
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
@@ -29,8 +30,7 @@ from offbeat.training.checks.loading import refuse_loading
 from offbeat.training.checks.same_setup import describe, require_same_setup
 from offbeat.training.checks.unfinished import UnfinishedWarning
 from offbeat.training.consensus import Consensus
-from offbeat.training.ddp import DDPSuppressor
-from offbeat.training.hooks import Removable, ScalerHooks, StepHooks, attached
+from offbeat.training.hooks import ScalerHooks, StepHooks, attached
 from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.adam_correction import AdamCorrection
 from offbeat.training.learning_rate.step_factor import StepFactor
@@ -49,8 +49,9 @@ class Components:
         optimizers: Its optimizers.
         strategy: The strategy.
         team: The workers.
-        ddp: The DistributedDataParallel wrappers of the model.
+        wrappers: The DistributedDataParallel wrappers of the model.
         shards: Parts of the model on this worker, if ``fully_shard`` has divided it.
+        undo: Removes all hooks when it is closed.
 
     The other arguments are those of ``attach``.
 
@@ -59,7 +60,6 @@ class Components:
         state: The state of this worker, for checkpoints and workers that join.
         membership_changes: The membership changes of elastic training; None if training is not
             elastic.
-        objects: The model, followed by the torch optimizers.
         device: Device of the trained parameters.
         leased_sampler_count: Number of ``LeasedSampler`` objects of this training.
     """
@@ -77,11 +77,11 @@ class Components:
         log: object,
         non_finite: NonFinite,
         min_workers: int | None,
-        ddp: DDPSuppressor,
+        wrappers: Sequence[DistributedDataParallel],
         shards: Shards | None,
+        undo: ExitStack,
     ) -> None:
-        self.strategy, self.team = strategy, team
-        self.shards = shards
+        self.team, self.shards = team, shards
         full = replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
         if shards is not None:
             trainable = [p for p in shards.parameters() if p.requires_grad]
@@ -105,7 +105,7 @@ class Components:
         if team.node is not None:  # ``fully_shard`` averages gradients itself
             averaged = worker.optimizers if shards is None else ()
             node = NodeMean(team.node.inside, model, averaged)
-        self.iteration = Iteration(flow, worker, self._completed, node, ddp.wrappers)
+        self.iteration = Iteration(flow, worker, self._completed, node, wrappers)
         self.consensus = Consensus(worker, self.iteration, shards)
         self.state = WorkerState(
             *(model, worker, self.iteration, self.consensus, self.recorder),
@@ -118,12 +118,14 @@ class Components:
             self._make_elastic(wire, lines, min_workers)
         self.iteration.watch_backward()
         self.device = optimizers[0].parameters[0].device
-        self.hooks: list[Removable] = [ddp, *refuse_loading(model, self.iteration)]
+        self._undo = undo
+        refuse_loading(model, self.iteration, undo)
         self._hook_optimizers(adam_correction=adam_correction)
         if scaler is not None:
-            self.hooks.append(ScalerHooks(scaler, self.iteration))
-        self.objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
-        attached.update(self.objects)
+            undo.callback(ScalerHooks(scaler, self.iteration).remove)
+        for object in (model, *(each.optimizer for each in optimizers)):
+            attached.add(object)
+            undo.callback(attached.discard, object)
         team.host.register_totals(lambda: self.recorder.stats)
         self.unfinished = UnfinishedWarning(self, team.everyone.rank)
         if team.everyone.size == 1:
@@ -151,16 +153,15 @@ class Components:
             changes.record()
 
     def _hook_optimizers(self, *, adam_correction: bool) -> None:
-        sgd_factor = partial(attrgetter("flow.lr_factor"), self.iteration)
+        undo, sgd_factor = self._undo, partial(attrgetter("flow.lr_factor"), self.iteration)
         for each in self.worker.optimizers:
             factor = None
             if adam_correction:
                 correction = AdamCorrection(self.worker, each)
-                factor = StepFactor(each.optimizer, correction.factors, correction.stepped)
+                factor = StepFactor(each.optimizer, correction.factors, undo, correction.stepped)
             elif isinstance(each.optimizer, SGD):
-                factor = StepFactor(each.optimizer, sgd_factor)
-            scaled = self.worker.scaled
-            self.hooks.append(StepHooks(each, self.iteration, factor, scaled=scaled))
+                factor = StepFactor(each.optimizer, sgd_factor, undo)
+            StepHooks(each, self.iteration, factor, undo, scaled=self.worker.scaled)
 
     def _completed(self, synced: bool) -> None:
         """Update the totals after an iteration. ``synced``: True if a mean took effect in it."""
@@ -174,13 +175,9 @@ class Components:
         """Remove all hooks and close the connections. ``together``: see ``Communicator.close``."""
         self.unfinished.cancel()
         self.iteration.close()
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-        for each in self.objects:
-            attached.discard(each)
+        self._undo.close()
         try:
-            self.recorder.close()
+            self.recorder.records.close()
         finally:
             if self.team.membership is not None and self.membership_changes is not None:
                 self.team.membership.leave(ended=together)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offbeat.averaging import Replica, Worker
-from offbeat.averaging.model_mean import copy_rank_0
+from offbeat.averaging.model_mean import ModelMean, copy_rank_0
 from offbeat.averaging.votes import ALSO, NO_CONSENSUS, UNAVERAGED, Round
 from offbeat.errors import (
     AttachError,
@@ -28,7 +28,7 @@ from offbeat.errors import (
 )
 from offbeat.nodes.shards import Shards
 from offbeat.training.checks.same_tensors import TensorComparison
-from offbeat.training.further_modules import agree_on_modules, average_modules
+from offbeat.training.further_modules import agree_on_modules
 from offbeat.training.iteration import Iteration
 
 T = TypeVar("T")
@@ -119,15 +119,14 @@ class Consensus:
                 f"rank {everyone.rank}: mean() after another worker has called finish(): call "
                 "mean() equally often on every rank"
             )
-        rows = everyone.gather_bytes(numbers.numpy().tobytes(), what="mean()")
+        rows = everyone.gather_values(numbers.flatten().tolist(), what="mean()")
         for rank, row in enumerate(rows):
             if len(row) != len(rows[0]):
                 raise MismatchError(
-                    f"rank {rank} has {len(row) // 8} numbers in mean(), and rank 0 has "
-                    f"{len(rows[0]) // 8}: give a value of the same shape on every rank"
+                    f"rank {rank} has {len(row)} numbers in mean(), and rank 0 has "
+                    f"{len(rows[0])}: give a value of the same shape on every rank"
                 )
-        received = [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in rows]
-        return torch.stack(received).mean(0).reshape(numbers.shape)
+        return torch.tensor(rows, dtype=torch.float64).mean(0).reshape(numbers.shape)
 
     # -- consensus -------------------------------------------------------------------------------
 
@@ -208,10 +207,12 @@ class Consensus:
 
     def _average(self, last: Round, also: Replica | None, *, final: bool) -> None:
         """Replace the model and ``also`` by their means. A failure may leave ``also`` half done."""
+        team = self._worker.team
         self._iteration.flow.consensus(last, final=final)
-        copy_rank_0(self._worker.team, self._worker.replica.other_buffers())
-        if also is not None:
-            average_modules(self._worker.team, also)
+        copy_rank_0(team, self._worker.replica.other_buffers())
+        if also is not None and team.size > 1:
+            ModelMean(team, also).show(1.0, team.size, what="consensus of the modules in also")
+            copy_rank_0(team, also.other_buffers())
 
     def restore(self, local: Snapshot, also: Replica) -> None:
         """Replace the means by ``local``, the result of ``replace_by_mean(also)``."""

@@ -7,16 +7,16 @@ finds only wrappers in the given model. A wrapper around that model, or a later 
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError
 from offbeat.nodes.detection import NodeGroup, node_ranks
 from offbeat.transport.communicator import Transport
+from offbeat.transport.torch_backend.process_groups import ranks_text
 
 logger = logging.getLogger("offbeat")
 _FLAG = "_offbeat_backward_grad_sync"  # attribute with the flag of a wrapper during forward
@@ -29,60 +29,52 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-class DDPSuppressor:
-    """Switches off each DistributedDataParallel in ``model``, until ``remove``.
+def suppress_ddp(
+    model: nn.Module,
+    group: dist.ProcessGroup | Transport | None,
+    node_group: NodeGroup | None,
+    undo: ExitStack,
+) -> list[DistributedDataParallel]:
+    """Switch off each DistributedDataParallel in ``model``, until ``undo`` is closed.
 
     ``model`` is what the user has given to ``attach``: a wrapper, a model that contains wrappers,
     or a plain model.
 
-    Attributes:
-        wrappers: The wrappers. Frameworks accumulate gradients inside ``no_sync`` of a wrapper. Its
-            ``require_backward_grad_sync`` is then False.
+    Returns:
+        The wrappers; none once ``undo`` is closed. Frameworks accumulate gradients inside
+        ``no_sync`` of a wrapper. Its ``require_backward_grad_sync`` is then False.
 
     Raises:
         AttachError: a wrapper cannot be switched off, or averages over other workers than those
             of ``group``, or of ``node_group``. Both are those of ``attach``.
     """
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if hasattr(world, "make_communicator"):  # a simulated group, in which DDP sends nothing
+        return wrappers
+    attach_group = group if isinstance(group, dist.ProcessGroup) else world
+    # Check all wrappers first: an error must leave every wrapper active.
+    for wrapper in wrappers:
+        allowed = [dist.get_process_group_ranks(attach_group)]
+        if node_group is not None and isinstance(node := node_ranks(group, node_group), list):
+            allowed.append(node)  # text is an error, which open_nodes raises
+        _require_suppressible(wrapper, allowed)
+    for wrapper in wrappers:
+        _suppress(wrapper, undo)
+    undo.callback(wrappers.clear)
+    return wrappers
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: dist.ProcessGroup | Transport | None,
-        node_group: NodeGroup | None,
-    ) -> None:
-        self._hooks: list[RemovableHandle] = []
-        self.wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if hasattr(world, "make_communicator"):  # a simulated group, in which DDP sends nothing
-            return
-        attach_group = group if isinstance(group, dist.ProcessGroup) else world
-        # Check all wrappers first: an error must leave every wrapper active.
-        for wrapper in self.wrappers:
-            allowed = [dist.get_process_group_ranks(attach_group)]
-            if node_group is not None and isinstance(node := node_ranks(group, node_group), list):
-                allowed.append(node)  # text is an error, which open_nodes raises
-            _require_suppressible(wrapper, allowed)
-        for wrapper in self.wrappers:
-            self._suppress(wrapper)
 
-    def _suppress(self, wrapper: DistributedDataParallel) -> None:
-        logger.info("DistributedDataParallel around the attached model is switched off")
-        wrapper.require_forward_param_sync = False  # no broadcast of buffers before a forward pass
-        # ``with wrapper.join():`` would wait for all-reduces that the others no longer start.
-        vars(wrapper)["join"] = lambda *_, **__: contextlib.nullcontext()
-        # DDP reads its flag in forward only. Outside, the flag shows whether no_sync() is active.
-        self._hooks.append(wrapper.register_forward_pre_hook(_switch_off, prepend=True))
-        self._hooks.append(wrapper.register_forward_hook(_switch_on, always_call=True))
-
-    def remove(self) -> None:
-        """Switch the wrappers on again."""
-        for hook in self._hooks:
-            hook.remove()
-        for wrapper in self.wrappers:
-            wrapper.require_forward_param_sync = True
-            vars(wrapper).pop("join", None)
-        self._hooks.clear()
-        self.wrappers.clear()
+def _suppress(wrapper: DistributedDataParallel, undo: ExitStack) -> None:
+    logger.info("DistributedDataParallel around the attached model is switched off")
+    wrapper.require_forward_param_sync = False  # no broadcast of buffers before a forward pass
+    undo.callback(setattr, wrapper, "require_forward_param_sync", True)
+    # ``with wrapper.join():`` would wait for all-reduces that the others no longer start.
+    vars(wrapper)["join"] = lambda *_, **__: contextlib.nullcontext()
+    undo.callback(vars(wrapper).pop, "join")
+    # DDP reads its flag in forward only. Outside, the flag shows whether no_sync() is active.
+    undo.callback(wrapper.register_forward_pre_hook(_switch_off, prepend=True).remove)
+    undo.callback(wrapper.register_forward_hook(_switch_on, always_call=True).remove)
 
 
 def _switch_off(wrapper: DistributedDataParallel, args: object) -> None:
@@ -99,8 +91,8 @@ def _require_suppressible(wrapper: DistributedDataParallel, allowed: list[list[i
     ranks = dist.get_process_group_ranks(wrapper.process_group)
     if set(ranks) not in map(set, allowed):
         raise AttachError(
-            f"the model is inside a DistributedDataParallel over ranks {_shown(ranks)}, and "
-            f"attach() trains it over ranks {_shown(allowed[0])}: give both the same group, and "
+            f"the model is inside a DistributedDataParallel over {ranks_text(ranks)}, and "
+            f"attach() trains it over {ranks_text(allowed[0])}: give both the same group, and "
             "give node_group to average the gradients of each node in every step"
         )
     # With these options DDP communicates even if the flags in _switch_off are False. The
@@ -116,7 +108,3 @@ def _require_suppressible(wrapper: DistributedDataParallel, allowed: list[list[i
                 f"the model is inside a DistributedDataParallel with {name}, whose reduction "
                 "cannot be switched off: do not use it, or attach without the wrapper"
             )
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

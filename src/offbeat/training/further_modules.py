@@ -4,17 +4,14 @@ An example is a moving average (EMA) of the weights. The consensus averages all 
 modules, also frozen ones, with equal weights. It combines their buffers as those of the model.
 """
 
-import zlib
 from collections.abc import Sequence
 
 from torch import nn
 
 from offbeat.averaging import Replica, Worker
-from offbeat.averaging.model_mean import ModelMean, copy_rank_0
 from offbeat.averaging.votes import ALSO, Vote
 from offbeat.errors import AttachError, MismatchError
 from offbeat.training.checks.compatibility import require_usable
-from offbeat.transport.team import Team
 
 
 def tensors_of(also: Sequence[nn.Module], model: Replica, call: str, *, sharded: bool) -> Replica:
@@ -66,26 +63,16 @@ def agree_on_modules(worker: Worker, sums: Vote, also: Replica, *, finishing: bo
     """
     if not sums.has(ALSO):
         return False
-    text = "\n".join(also.describe())
-    digest = (zlib.crc32(text.encode()) or 1) if text else 0
-    reports = worker.team.everyone.gather_numbers(
-        [finishing, digest], what="comparison of the modules"
-    ).wait()
-    digests = [each for _, each in reports]
-    asking = [each for ended, each in reports if not ended] or digests
-    given = next((each for each in asking if each), 0)
-    if given and len(set(digests)) > 1:
-        first = digests.index(given)
-        rank = next(rank for rank, each in enumerate(digests) if each != given)
+    own, what = [finishing, also.describe()], "comparison of the modules"
+    reports = worker.team.everyone.gather_values(own, what=what)
+    modules = [each for _, each in reports]
+    asking = [each for ended, each in reports if not ended] or modules
+    given: list[str] = next((each for each in asking if each), [])
+    differing = [rank for rank, each in enumerate(modules) if each != given]
+    if given and differing:
+        rank, first = differing[0], modules.index(given)
         raise MismatchError(
             f"rank {rank} has other modules in consensus(also=…) or finish(also=…) than rank "
             f"{first}: give modules with equal names and shapes to both calls on every rank"
         )
     return bool(given)
-
-
-def average_modules(team: Team, also: Replica) -> None:
-    """Replace ``also`` by its mean. A collective. A failure may leave some tensors averaged."""
-    if team.size > 1:
-        ModelMean(team, also).show(1.0, team.size, what="consensus of the modules in also")
-        copy_rank_0(team, also.other_buffers())

@@ -5,8 +5,9 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,6 @@ _iterations: "weakref.WeakSet[Iteration]" = weakref.WeakSet()
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
-class Removable(Protocol):
-    """A change to an object of the user that can be undone."""
-
-    def remove(self) -> None:
-        """Undo the change."""
-
-
 class StepHooks:
     """Hooks on the steps of an optimizer: ``iteration.before_step`` and ``iteration.complete``.
 
@@ -43,8 +37,12 @@ class StepHooks:
     - A GradScaler calls the first step, and ``scaled`` is False.
     - An unknown optimizer steps the same parameters; see ``_require_known``.
 
-    Attributes:
+    Args:
+        attached: The optimizer.
+        iteration: Receives the reports.
         factor: Changes the learning rates. None: they do not change.
+        undo: Removes the hooks when it is closed.
+        scaled: True if ``attach`` was given an enabled GradScaler.
     """
 
     def __init__(
@@ -52,11 +50,12 @@ class StepHooks:
         attached: AttachedOptimizer,
         iteration: Iteration,
         factor: StepFactor | None,
+        undo: ExitStack,
         *,
         scaled: bool,
     ) -> None:
         self._index, self._kind = attached.index, type(attached.optimizer).__name__
-        self._iteration, self.factor, self._scaled = iteration, factor, scaled
+        self._iteration, self._factor, self._scaled = iteration, factor, scaled
         self._first = True  # in the first step
         self._collectives = -1  # number at the begin of the first step
         self._uncalled = False  # True in a step with a closure, until it is called
@@ -65,17 +64,9 @@ class StepHooks:
         enable_step_hooks(attached.optimizer)
         _iterations.add(iteration)
         _watch_all_optimizers()
-        self._hooks = [
-            attached.optimizer.register_step_pre_hook(untraced(self._before)),
-            attached.optimizer.register_step_post_hook(untraced(self._after)),
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks, and restore the learning rates."""
-        if self.factor is not None:
-            self.factor.remove()
-        for hook in self._hooks:
-            hook.remove()
+        before, after = untraced(self._before), untraced(self._after)
+        undo.callback(attached.optimizer.register_step_pre_hook(before).remove)
+        undo.callback(attached.optimizer.register_step_post_hook(after).remove)
 
     def _before(self, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
         iteration = self._iteration
@@ -91,8 +82,8 @@ class StepHooks:
             changed = (args[0], self._called_once(closure), *args[2:]), kwargs
         else:
             changed = args, {**kwargs, "closure": self._called_once(closure)}
-        if self.factor is not None:
-            self.factor.apply()
+        if self._factor is not None:
+            self._factor.apply()
         if self._collectives < 0:
             self._collectives = _own_collectives()
         return changed

@@ -13,8 +13,10 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from offbeat.averaging import AttachedOptimizer, Flow, Worker
 from offbeat.errors import AttachError, CommunicationError
@@ -23,6 +25,7 @@ from offbeat.nodes.shards import unsharded
 from offbeat.training.backward_hooks import BackwardHooks
 from offbeat.training.guard import Guard
 from offbeat.training.optimizer_gradients import NOT_HANDLED, OptimizerGradients
+from offbeat.training.optimizers import unwrapped_optimizer
 
 _synchronizes = operator.attrgetter("require_backward_grad_sync")
 
@@ -203,15 +206,15 @@ class Iteration:
         With a GradScaler, the workers of a node average the scaled gradients. All of them then
         detect the same overflow and skip the same steps.
         """
-        self._gradients[index].require_trainable()
+        gradients = self._gradients[index]
+        gradients.require_trainable()
         self.computed(1.0)
         if self.node is not None:
             with self.guard:
                 self.node.average(index)
-        if self._worker.scaled and not self.flow.replicates:
-            self._gradients[index].handled = self._gradients[index].newest()
-        else:
+        if self.flow.replicates or not self._worker.scaled:
             self._pass_on(index)
+        gradients.handled = gradients.newest()
 
     def _pass_on(self, index: int) -> None:
         flow = self.flow
@@ -220,7 +223,6 @@ class Iteration:
         elif flow.measures:
             with self.guard:
                 flow.measure(self._worker.optimizers[index])
-        self._gradients[index].handled = self._gradients[index].newest()
 
     def _prepare(self, index: int) -> None:
         """Pass the gradients of optimizer ``index`` to the flow. May block."""
@@ -301,10 +303,28 @@ class Iteration:
         self._failure = None
         self.watch_backward()
 
-    @property
-    def partly_stepped(self) -> bool:
-        """True in the middle of an iteration: some optimizers have stepped and others have not."""
-        return bool(self._stepped)
+    def clip_grad_norm(self, max_norm: float, optimizer: Optimizer | None) -> Tensor:
+        """Implement ``Synchronizer.clip_grad_norm_``."""
+        chosen = self._worker.optimizers
+        if optimizer is not None:
+            index = self.index_of(unwrapped_optimizer(optimizer))
+            if index is None:
+                raise AttachError("clip_grad_norm_() was given an optimizer that is not attached")
+            chosen = [chosen[index]]
+        elif self._stepped:
+            raise AttachError(
+                "one optimizer has already stepped in this iteration, so its gradients are used: "
+                "call clip_grad_norm_(max_norm, optimizer) with the one that is about to step"
+            )
+        for each in chosen:
+            self.handle_gradients(each.index)
+        squared = self._worker.squared_norm(g for each in chosen for g in each.gradients())
+        parameters = [p for each in chosen for p in each.parameters if p.grad is not None]
+        double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+        norm = torch.tensor(squared, dtype=torch.float64, device="cpu").sqrt()
+        norm = norm if double else norm.float()
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     @property
     def shows_consensus(self) -> bool:

@@ -15,13 +15,14 @@ class StatsRecorder:
 
     Attributes:
         stats: The totals. A checkpoint that is loaded replaces them.
+        records: Writes the records.
     """
 
     def __init__(self, worker: Worker, log: object) -> None:
         self._worker, self._member = worker, worker.team.identity
         self._host, self._account = worker.team.host, worker.team.account
         self.stats = Stats(details=worker.details)
-        self._records = Records(open_sinks(log, rank=self._member), rank=self._member)
+        self.records = Records(open_sinks(log, rank=self._member), rank=self._member)
         self.restart()
 
     def restart(self) -> None:
@@ -35,17 +36,13 @@ class StatsRecorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count neither time nor bytes inside the context."""
-        start = self._host.now()
+        """Count neither time nor bytes inside the context, which may contain another one."""
+        clock, start = self._clock, self._host.now()
         try:
             with self._account.paused():  # a wait would otherwise be subtracted twice
                 yield
         finally:
-            self.exclude_time(self._host.now() - start)
-
-    def record(self, values: dict[str, object]) -> None:
-        """Add ``values`` to the next record; see ``Synchronizer.record``."""
-        self._records.add(values)
+            self._clock = clock + self._host.now() - start
 
     def count_step(self, *, synced: bool) -> None:
         """Count a completed step and write its record.
@@ -62,10 +59,10 @@ class StatsRecorder:
         stats.wait_seconds += waited
         stats.compute_seconds += computed
         stats.payload_bytes += sent
-        if self._records.sinks:
+        if self.records.sinks:
             decision = "sync" if synced else "local"
             values = stats.steps, self._member, decision, computed, waited, sent
-            self._records.write(*values, more=worker.record)
+            self.records.write(*values, more=worker.record)
         worker.record = {}
 
     def count_remainder(self) -> None:
@@ -73,7 +70,3 @@ class StatsRecorder:
         waited, sent = self._counted
         self.stats.wait_seconds += self._account.wait_seconds - waited
         self.stats.payload_bytes += self._account.payload_bytes - sent
-
-    def close(self) -> None:
-        """Close the sinks."""
-        self._records.close()

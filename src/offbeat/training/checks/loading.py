@@ -6,11 +6,11 @@ Frozen modules can be loaded, for example the target network of a DQN.
 
 import contextlib
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from offbeat.training.iteration import Iteration
 
@@ -32,14 +32,13 @@ class _Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def refuse_loading(model: nn.Module, iteration: Iteration) -> list[RemovableHandle]:
+def refuse_loading(model: nn.Module, iteration: Iteration, undo: ExitStack) -> None:
     """Make ``load_state_dict`` of ``model`` and its modules raise before it changes any value.
 
-    Removing the returned hooks allows loading again.
+    Loading is allowed again once ``undo`` is closed.
     """
-    return [
-        module.register_load_state_dict_pre_hook(_Hook(iteration))
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)  # does not support this hook
-        and any(parameter.requires_grad for parameter in module.parameters())
-    ]
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # does not support this hook
+            continue
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            undo.callback(module.register_load_state_dict_pre_hook(_Hook(iteration)).remove)

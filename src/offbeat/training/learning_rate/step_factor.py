@@ -6,11 +6,11 @@ the outer gain of streaming averaging lengthens the mean of the workers' updates
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 
 class StepFactor:
@@ -24,6 +24,7 @@ class StepFactor:
         optimizer: The optimizer.
         factors: Returns the factors (> 0) for the next step: one for each parameter group, or one
             number for all of them.
+        undo: Removes the hooks and restores the learning rates when it is closed.
         stepped: Called at the end of each step. None: not called.
     """
 
@@ -31,12 +32,15 @@ class StepFactor:
         self,
         optimizer: Optimizer,
         factors: Callable[[], list[float] | float],
+        undo: ExitStack,
         stepped: Callable[[], object] | None = None,
     ) -> None:
         self._optimizer, self._factors, self._stepped = optimizer, factors, stepped
+        self._undo = undo
         # Each parameter group, with the values before the step. Empty outside of steps.
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._hooks: list[RemovableHandle] = []  # added before the first factor that is not 1
+        self._hooked = False  # the hooks are added before the first factor that is not 1
+        undo.callback(self._restore)
 
     def _add_hooks(self) -> None:
         untraced: Any = torch.compiler.disable  # a compiled step would contain the hooks
@@ -44,14 +48,10 @@ class StepFactor:
         # Before all other hooks: a scheduler in a hook, or a sink, must not see changed rates.
         hooks: Any = after.hooks_dict_ref()  # an OrderedDict
         hooks.move_to_end(after.id, last=False)
+        self._undo.callback(after.remove)
         saved = self._optimizer.register_state_dict_post_hook(self._without_factors)
-        self._hooks = [after, saved]
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._restore()
+        self._undo.callback(saved.remove)
+        self._hooked = True
 
     def apply(self) -> None:
         """Multiply the learning rates until the end of the step that begins now."""
@@ -60,7 +60,7 @@ class StepFactor:
         factors, groups = self._factors(), self._optimizer.param_groups
         if factors == 1:
             return
-        if not self._hooks:
+        if not self._hooked:
             self._add_hooks()
         each = factors if isinstance(factors, list) else [factors] * len(groups)
         for group, factor in zip(groups, each, strict=True):
