@@ -9,7 +9,8 @@ from offbeat.errors import CommunicationTimeout
 from offbeat.transport.communicator import Communicator, Kind
 from offbeat.transport.future import Completed, Operation, PromiseWait
 from offbeat.transport.host import Promise, ThreadHost
-from offbeat.transport.key_value_store import KeyValueStore, LocalStore
+from offbeat.transport.key_value_store import KeyValueStore
+from offbeat.transport.torch_backend.torch_store import TorchStore
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class SingleCommunicator(Communicator):
 
     @override
     def store(self, name: str) -> KeyValueStore:
-        return LocalStore() if self.membership is None else self.membership.store(name)
+        return TorchStore() if self.membership is None else self.membership.store(name)
 
     @override
     def close(self, *, together: bool = False) -> None:
