@@ -29,10 +29,8 @@ class SingleCommunicator(Communicator):
     def start(
         self, kind: Kind, tensor: Tensor, what: str, peer: int, tag: int, patient: bool
     ) -> Operation[Any]:
-        if kind == "send":
-            raise ValueError(f"{what}: a single worker has no rank {peer} to send to")
-        if kind == "receive":
-            raise ValueError(f"{what}: a single worker has no rank {peer} to receive from")
+        if kind in ("send", "receive"):
+            raise ValueError(f"{what}: a single worker has no rank {peer}")
         if kind == "gather":
             return Completed([tensor])
         return Completed(tensor.clone() if kind == "exchange" else tensor)
