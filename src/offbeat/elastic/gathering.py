@@ -9,12 +9,7 @@ first start, a restart and a late start are the same:
                        training begins with 4 workers, or after 30 s with 2 or 3
 
 The store must outlive the workers, so a launcher keeps it in a process of its own. One store serves
-one training. The keys in the store, besides those of ``elastic/agreement.py``:
-
-    offbeat/elastic         key prefix of the latest training; replaced if that training is lost
-    <prefix>/numbers        counter from which each worker takes its identity (``add``)
-    <prefix>/generation/0/decided the members of generation 0
-    <prefix>/ended          exists once the training has ended
+one training. ``elastic/agreement.py`` lists the keys.
 
 Each worker runs the same protocol:
 
@@ -209,7 +204,9 @@ class Gathering(Transport):
                         f"{what}: the members cannot reach this process at {heartbeats.address}. "
                         "Name the network interface that joins you to them in GLOO_SOCKET_IFNAME"
                     )
-                agreement.request(number + 1)
+                # Members that train notice this key.
+                wanted = f"generation/{number + 1}/wanted"
+                agreement.call(partial(store.put, wanted, True))
                 unreachable = set(agreement.connect_heartbeats(before.members))
                 requested = time.monotonic()
                 continue
