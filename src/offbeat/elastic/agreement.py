@@ -273,6 +273,10 @@ class Agreement:
         members = sorted({*addresses} - refused - self.heartbeats.dead())
         return Decision(members, unused, unannounced=unannounced)
 
+    def request(self, number: int) -> None:
+        """Request a change to generation ``number``, which members that train notice."""
+        self.call(lambda: self.store.put(f"generation/{number}/wanted", True))
+
     def connect_heartbeats(self, members: Iterable[int]) -> list[int]:
         """Connect to those ``members`` that are not monitored yet. Return the unreachable ones."""
         others = [w for w in members if w != self.worker and not self.heartbeats.monitors(w)]

@@ -68,7 +68,7 @@ def gathering_from_environment() -> "Gathering | None":
         AttachError: A variable has a wrong form, or ``OFFBEAT_WORKERS`` is missing.
     """
     address, workers = os.environ.get(_STORE), os.environ.get(_WORKERS)
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    world = dist.group.WORLD  # None if there is no default process group
     if workers and not address and world is None:
         raise AttachError(f"{_WORKERS} is set and {_STORE} is not: set it to the store's address")
     if not address or hasattr(world, "make_communicator"):
@@ -204,9 +204,7 @@ class Gathering(Transport):
                         f"{what}: the members cannot reach this process at {heartbeats.address}. "
                         "Name the network interface that joins you to them in GLOO_SOCKET_IFNAME"
                     )
-                # Members that train notice this key.
-                wanted = f"generation/{number + 1}/wanted"
-                agreement.call(partial(store.put, wanted, True))
+                agreement.request(number + 1)
                 unreachable = set(agreement.connect_heartbeats(before.members))
                 requested = time.monotonic()
                 continue
