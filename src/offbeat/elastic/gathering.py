@@ -26,7 +26,6 @@ Each worker runs the same protocol:
 """
 
 import gc
-import itertools
 import logging
 import os
 import time
@@ -118,16 +117,14 @@ class Gathering(Transport):
         the generation. Time-outs, a store or members that cannot be reached, and the end of
         training are final.
         """
-        for attempt in itertools.count(1):
+        for _ in range(_ATTEMPTS - 1):
             try:
                 return begin()
             except (CommunicationTimeout, StoreLostError, UnreachableError, EndedError):
                 raise
             except (CommunicationError, ModelLostError) as error:
-                if attempt == _ATTEMPTS:
-                    raise
                 logger.warning("%s. This worker gathers with the others again", error)
-        raise AssertionError
+        return begin()
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
         """Begin a training with other workers, or join the running one. Blocks.
