@@ -12,7 +12,8 @@ import torch
 
 from cli.commands import TORCHRUN, Call, Ended, plain
 from offbeat import cli
-from offbeat.cli import elastic, view
+from offbeat.cli import view
+from offbeat.launcher import launch, store
 from offbeat_lab.cli import runs
 
 
@@ -57,6 +58,6 @@ def idle_call(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs.comparison, "run_and_record", refuse)
     monkeypatch.setattr(runs, "measure_recipe", refuse)
-    monkeypatch.setattr(elastic, "launch", refuse)
-    monkeypatch.setattr(elastic, "listen", refuse)
+    monkeypatch.setattr(launch, "_context", refuse)
+    monkeypatch.setattr(store, "listen", refuse)
     return main

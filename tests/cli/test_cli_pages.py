@@ -22,7 +22,9 @@ from torch.distributed.run import get_args_parser
 
 from cli.commands import Call, ended
 from offbeat import cli
-from offbeat.cli import checkpoints, elastic
+from offbeat.cli import checkpoints
+from offbeat.launcher import launch
+from offbeat.launcher import store as launch_store
 from offbeat_lab.cli import runs, workers
 from offbeat_lab.launch import runners
 from offbeat_lab.launch.cluster import Cluster
@@ -105,9 +107,10 @@ def begin(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], 
     monkeypatch.setattr(workers, "ShapedLinks", reached)
     monkeypatch.setattr(runs, "measure_recipe", reached)
     monkeypatch.setattr(runners.dist, "init_process_group", reached)
-    monkeypatch.setattr(elastic, "launch", reached)
+    monkeypatch.setattr(launch, "await_store", reached)
+    monkeypatch.setattr(launch, "_context", reached)
     monkeypatch.setattr(checkpoints.conversion, "to_dcp", reached)
-    monkeypatch.setattr(elastic, "listen", reached)
+    monkeypatch.setattr(launch_store, "listen", reached)
     return main
 
 

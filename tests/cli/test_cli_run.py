@@ -126,8 +126,8 @@ def interrupt(fresh):
     print("held")
 launch._context = interrupt
 try:
-    launch.launch([], store="127.0.0.1:1", here=1, fresh=False, is_module=False, workers="1",
-                  max_restarts=0, grace_seconds=0)
+    launch.run("os", None, module=True, workers="1", here=1, store=None, fresh=False,
+               max_restarts=0, grace="0s")
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -151,7 +151,7 @@ def test_ctrl_c_reaches_the_workers(fresh: bool, folder: Path) -> None:
 
 def test_the_launcher_does_not_import_torch() -> None:
     """It starts while the fork server imports torch."""
-    line = "import offbeat.cli.elastic, sys; sys.exit('torch' in sys.modules)"
+    line = "import offbeat.launcher.launch, sys; sys.exit('torch' in sys.modules)"
     assert ended(sys.executable, "-c", line) == (0, "", "")
 
 

@@ -26,7 +26,7 @@ from offbeat.errors import (
     MismatchError,
 )
 from offbeat.simulate import Join, Kill, Simulation
-from offbeat.transport.key_value_store import LocalStore
+from offbeat.transport.torch_backend.torch_store import TorchStore
 from offbeat_lab import baselines
 from problems import flat, loss_of, make_batch, make_model
 from workers import run as on_processes
@@ -294,7 +294,7 @@ def test_different_settings_are_found(name: str) -> None:
         simulated(worker, workers=2)
 
 
-class LostStore(LocalStore):
+class LostStore(TorchStore):
     """A store that has ended."""
 
     def lost(self, key: str, value: Any) -> Any:
@@ -303,7 +303,7 @@ class LostStore(LocalStore):
     put = add = lost
 
 
-class SilentStore(LocalStore):
+class SilentStore(TorchStore):
     """A store that does not answer."""
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ class SilentStore(LocalStore):
         return super().add(key, amount)
 
 
-def loader_with(store: LocalStore, **options: Any) -> LeasedLoader:
+def loader_with(store: TorchStore, **options: Any) -> LeasedLoader:
     worker = Worker(**options)
     worker.sampler._leases._store = store
     return worker.loader
@@ -331,7 +331,7 @@ def test_a_lost_store_is_named() -> None:
     loader.sampler.sync.detach()
 
     def worker() -> None:
-        loader = loader_with(LocalStore(), elastic=True)
+        loader = loader_with(TorchStore(), elastic=True)
         with pytest.raises(CommunicationError, match=LOST):  # noqa: PT012
             for _ in loader:
                 loader.sampler._leases._store = LostStore()
@@ -354,7 +354,7 @@ def test_a_silent_store_raises_a_timeout() -> None:
 
 
 def test_nothing_is_leased_after_the_end() -> None:
-    loader = loader_with(LocalStore())
+    loader = loader_with(TorchStore())
     batches = iter(loader)
     next(batches)
     loader.sampler.sync.detach()

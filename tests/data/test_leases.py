@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from offbeat.data.leases import Leases, Ranges, chunk_length, to_numbers, to_ranges
 from offbeat.errors import MismatchError
-from offbeat.transport.key_value_store import LocalStore
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
+from offbeat.transport.torch_backend.torch_store import TorchStore
 
 NUMBERS = st.lists(st.integers(0, 60), max_size=60, unique=True)
 
@@ -47,7 +47,7 @@ class Workers:
     """Workers that share a store in this process, each in a queue of ``total`` batches."""
 
     def __init__(self, number: int, total: int, epoch: int = 0, *, elastic: bool = True) -> None:
-        store, self.whole = LocalStore(), np.arange(total)
+        store, self.whole = TorchStore(), np.arange(total)
         self.leases = [Leases(self.team(w, number), store, elastic=elastic) for w in range(number)]
         for leases in self.leases:
             leases.begin(epoch, 0, self.whole)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -98,9 +99,9 @@ def test_a_store_that_cannot_be_kept_is_an_error() -> None:
         listen("192.0.2.1", 0)  # reserved for documentation
 
 
-def test_a_store_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_is_awaited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The wait has an end."""
-    await_store("file:///a/store")
+    await_store(f"file://{tmp_path}/store")
     with listen("127.0.0.1", 0) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         await_store(address)

@@ -1,4 +1,4 @@
-"""Key-value stores: the same rules in memory, on torch's stores, and in virtual time."""
+"""Key-value stores: the same rules on torch's stores and in virtual time."""
 
 import itertools
 import threading
@@ -14,7 +14,7 @@ from offbeat import Compute, Network, simulate
 from offbeat.errors import OffbeatError
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.key_value_store import KeyValueStore, LocalStore
+from offbeat.transport.key_value_store import KeyValueStore
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.torch_store import TorchStore
 
@@ -25,19 +25,15 @@ STORES: dict[str, Callable[[Path], Any]] = {
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
     ),
 }
-KINDS = ["local", *STORES]
 
 
 def opener(kind: str, folder: Path) -> Callable[[], KeyValueStore]:
     """Return a function that opens the same store again and again, as several workers do."""
-    if kind == "local":
-        store = LocalStore()
-        return lambda: store
     store = STORES[kind](folder)
     return lambda: TorchStore(dist.PrefixStore("prefix", store))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(STORES))
 def test_values_are_those_of_a_dictionary(kind: str, tmp_path: Path) -> None:
     """Each operation, on present and absent keys, seen by a second worker."""
     opened = opener(kind, tmp_path)
@@ -56,7 +52,7 @@ def test_values_are_those_of_a_dictionary(kind: str, tmp_path: Path) -> None:
     assert one.get("b") == "yours"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(STORES))
 def test_operations_of_several_threads_are_atomic(kind: str, tmp_path: Path) -> None:
     """Every number is drawn once, and one of the proposals wins."""
     opened = opener(kind, tmp_path)

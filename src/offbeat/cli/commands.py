@@ -49,7 +49,7 @@ def plan(
     """
 
 
-@implemented_in("offbeat.cli.elastic")
+@implemented_in("offbeat.launcher.launch")
 def run(
     script: Annotated[str, typer.Argument(help="The script. Its own arguments follow it.")],
     arguments: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
@@ -105,7 +105,7 @@ def run(
     """
 
 
-@implemented_in("offbeat.cli.elastic")
+@implemented_in("offbeat.launcher.store")
 def store(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")

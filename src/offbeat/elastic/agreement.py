@@ -159,9 +159,7 @@ class Agreement:
             self.heartbeats.close()
             raise
 
-    def decide(
-        self, number: int, before: Decision, limit: float, arrival: Arrival, *, admits: bool = True
-    ) -> Decision:
+    def decide(self, number: int, before: Decision, arrival: Arrival, *, admits: bool) -> Decision:
         """Arrive at generation ``number`` and return the decision on it. Blocks.
 
         The decision may exclude this worker.
@@ -169,7 +167,6 @@ class Agreement:
         Args:
             number: Number of the generation.
             before: Decision on the previous generation.
-            limit: Time after which silent members are given up; see ``SilenceLimits.passed``.
             arrival: Tells the others about this worker.
             admits: False if a proposal of this worker leaves newcomers to a later decision.
         """
@@ -203,7 +200,7 @@ class Agreement:
             dead = self.heartbeats.dead()
             awaited, present = others - arrived - left - dead, {self.worker, *(arrived - dead)}
             now = time.monotonic()
-            expired = self.limits.passed(present, awaited, now - started, now - last_arrival, limit)
+            expired = self.limits.passed(present, awaited, now - started, now - last_arrival)
             down = machines_are_down(present, awaited, self.heartbeats.silent)
             if expired or ((down or not awaited) and self.worker == min(present)):
                 return self._propose(number, before, sorted(present), admits)

@@ -9,12 +9,7 @@ first start, a restart and a late start are the same:
                        training begins with 4 workers, or after 30 s with 2 or 3
 
 The store must outlive the workers, so a launcher keeps it in a process of its own. One store serves
-one training. The keys in the store, besides those of ``elastic/agreement.py``:
-
-    offbeat/elastic         key prefix of the latest training; replaced if that training is lost
-    <prefix>/numbers        counter from which each worker takes its identity (``add``)
-    <prefix>/generation/0/decided the members of generation 0
-    <prefix>/ended          exists once the training has ended
+one training. ``elastic/agreement.py`` lists the keys.
 
 Each worker runs the same protocol:
 
@@ -31,7 +26,6 @@ Each worker runs the same protocol:
 """
 
 import gc
-import itertools
 import logging
 import os
 import time
@@ -73,7 +67,7 @@ def gathering_from_environment() -> "Gathering | None":
         AttachError: A variable has a wrong form, or ``OFFBEAT_WORKERS`` is missing.
     """
     address, workers = os.environ.get(_STORE), os.environ.get(_WORKERS)
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    world = dist.group.WORLD  # None if there is no default process group
     if workers and not address and world is None:
         raise AttachError(f"{_WORKERS} is set and {_STORE} is not: set it to the store's address")
     if not address or hasattr(world, "make_communicator"):
@@ -123,16 +117,14 @@ class Gathering(Transport):
         the generation. Time-outs, a store or members that cannot be reached, and the end of
         training are final.
         """
-        for attempt in itertools.count(1):
+        for _ in range(_ATTEMPTS - 1):
             try:
                 return begin()
             except (CommunicationTimeout, StoreLostError, UnreachableError, EndedError):
                 raise
             except (CommunicationError, ModelLostError) as error:
-                if attempt == _ATTEMPTS:
-                    raise
                 logger.warning("%s. This worker gathers with the others again", error)
-        raise AssertionError
+        return begin()
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
         """Begin a training with other workers, or join the running one. Blocks.

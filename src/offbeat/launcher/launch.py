@@ -1,4 +1,4 @@
-"""``launch``: starts the workers of this machine, restarts them, and may start their store.
+"""The command ``run``: starts the workers of this machine, and may start their store.
 
 The workers are processes of the standard library's ``multiprocessing``. On Linux, a *fork server*
 imports torch and Offbeat once, and forks the workers. Elsewhere, or with ``fresh``, each worker is
@@ -8,56 +8,60 @@ a new interpreter. The launcher itself does not import torch.
 import asyncio
 import contextlib
 import ctypes
+import importlib.util
 import multiprocessing
 import os
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import PathFinder
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
+from typing import NoReturn
 
+from offbeat.elastic.address import WorkerCount
 from offbeat.errors import OffbeatError
 from offbeat.launcher.output import report
 from offbeat.launcher.script import run_worker
 from offbeat.launcher.store import await_store, listen, serve_in_process
 from offbeat.launcher.supervisor import Supervisor
+from offbeat.units import to_seconds
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def launch(
-    argv: Sequence[str],
+def run(
+    script: str,
+    arguments: list[str] | None,
     *,
-    is_module: bool,
     workers: str,
-    here: int,
+    here: int | None,
     store: str | None,
-    max_restarts: int,
+    module: bool,
     fresh: bool,
-    grace_seconds: float,
-) -> int:
-    """Run the workers of this machine until all have ended, and return the exit code.
+    max_restarts: int,
+    grace: str,
+) -> NoReturn:
+    """Run the workers of this machine until all have ended; see the command of this name.
 
-    Args:
-        argv: Path of the script, or name of the module, and the arguments.
-        is_module: True if ``argv`` begins with the name of a module.
-        workers: Number of workers of the training, as in ``OFFBEAT_WORKERS``.
-        here: Number of workers on this machine.
-        store: Address of the store, as in ``OFFBEAT_STORE``. None: this function starts a store in
-            a child process. Only this machine can reach it.
-        max_restarts: Number of restarts after which a worker is given up. Training for a minute
-            resets the count.
-        fresh: True if each worker is a new interpreter.
-        grace_seconds: Time from a signal until workers that still run are killed.
+    Without ``store`` this process starts one, which only this machine can reach. Exits with the
+    code of ``Supervisor.run``.
 
     Raises:
         OffbeatError: The store does not answer or cannot be started, or the system is Windows.
+        ValueError: Options conflict or have a wrong form, or there is no such module.
+        FileNotFoundError: There is no such script.
     """
+    here = _workers_here(workers, here, store)
+    grace_seconds = to_seconds(grace, allow_zero=True)
+    _require_program(script, module)
     if sys.platform == "win32":
         raise OffbeatError("offbeat run needs Linux or macOS")
+    if store is not None:
+        await_store(store)
     # Torch reads this variable when it is imported, which the fork server does.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // here)))
     with contextlib.ExitStack() as stack:
@@ -65,13 +69,12 @@ def launch(
             context = _context(fresh)
         if isinstance(context, ForkServerContext):
             _await_server(context)  # a Ctrl-C ends this wait
-        with _signals_held():
-            if store is None:
-                # Workers of one machine need only loopback, and open no port to the network.
-                loopback = "lo" if sys.platform == "linux" else "lo0"
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        if store is None:
+            # Workers of one machine need only loopback, and open no port to the network.
+            loopback = "lo" if sys.platform == "linux" else "lo0"
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            with _signals_held():
                 store = stack.enter_context(_local_store(context))
-        await_store(store)
         # Each worker has a default process group of its own, so that a script which calls
         # ``init_process_group()`` runs unchanged.
         variables = {
@@ -79,12 +82,46 @@ def launch(
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
             **{"OFFBEAT_STORE": store, "OFFBEAT_WORKERS": workers},
         }
+        argv = [script, *(arguments or ())]
 
         def start(own: Mapping[str, str], pipes: list[Connection]) -> BaseProcess:
-            return start_process(context, run_worker, argv, is_module, {**variables, **own}, *pipes)
+            return start_process(context, run_worker, argv, module, {**variables, **own}, *pipes)
 
         report(f"{here} of {workers} workers here; the store is at {store}")
-        return asyncio.run(Supervisor(start, here, max_restarts, grace_seconds).run())
+        raise SystemExit(asyncio.run(Supervisor(start, here, max_restarts, grace_seconds).run()))
+
+
+def _workers_here(workers: str, here: int | None, store: str | None) -> int:
+    """Return the number of workers on this machine. Raises ValueError if options conflict."""
+    try:
+        most = WorkerCount.parse(workers).most
+    except ValueError as error:
+        raise ValueError(f"--workers: {error}") from None
+    if here is None:
+        if store is not None:
+            raise ValueError("--store needs --here, the number of workers on this machine")
+        return most
+    if here > most:
+        raise ValueError(f"--here {here}: there are --workers {workers} in all")
+    if here < most and store is None:
+        raise ValueError(
+            f"--here {here} of {most}: the other machines need a store. Start offbeat store on one "
+            "machine, and give all --store, as in --store 10.0.0.1:29500"
+        )
+    return here
+
+
+def _require_program(script: str, module: bool) -> None:
+    """Raise ValueError or FileNotFoundError unless the script or module exists."""
+    if module:
+        package = script.partition(".")[0]
+        # The workers also search the current directory.
+        if not (PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package)):
+            raise ValueError(f"there is no module {package}, here or among the installed packages")
+    elif not os.path.exists(script):
+        raise FileNotFoundError(f"there is no script {script}")
+    elif os.path.isdir(script):
+        raise ValueError(f"{script} is a directory; name a script, or a module with -m")
 
 
 def start_process(

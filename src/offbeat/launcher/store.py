@@ -8,6 +8,7 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any
 
 from offbeat.elastic.address import parse_address
 from offbeat.errors import OffbeatError
+from offbeat.launcher.output import report
 
 _WAIT_SECONDS = 30.0  # longest wait for a store that is being started
 
@@ -80,16 +82,41 @@ def serve_in_process(listener: socket.socket) -> None:
     del kept
 
 
+def store(port: int, host: str | None) -> None:
+    """Run a store until SIGINT or SIGTERM; see the command of this name."""
+    listener = listen(host, port)
+    name = host or socket.gethostname()
+    address = f"{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
+    report(f"the store is at {address}")
+    report(f"on each machine: offbeat run --store {address} --workers 4 --here 2 train.py")
+    ends = {signal.SIGTERM, signal.SIGINT}
+    # A background job of a shell script ignores SIGINT, and must continue to ignore it.
+    ends = {number for number in ends if signal.getsignal(number) is not signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the store starts its threads
+    kept = serve(listener)
+    report(f"{signal.Signals(signal.sigwait(ends)).name}: the store ends")
+    del kept
+
+
 def await_store(address: str) -> None:
     """Wait for the store of another process, at most 30 s. A store in a file needs no process.
 
     Raises:
         OffbeatError: No store answers.
-        ValueError: ``address`` has another form than ``host:port`` or ``file:///path``.
+        ValueError: ``address`` has another form than ``host:port`` or ``file:///path``, or that
+            file cannot be created.
     """
     where = parse_address(address)
+    if isinstance(where, str):
+        if os.path.isdir(where):
+            raise ValueError(
+                f"{address} is a directory; name a file in it, which may not exist yet"
+            )
+        if not os.path.isdir(folder := os.path.dirname(where)):
+            raise ValueError(f"{address}: the directory {folder} does not exist")
+        return
     deadline = time.monotonic() + _WAIT_SECONDS
-    while not isinstance(where, str):
+    while True:
         try:
             return socket.create_connection(where, _WAIT_SECONDS).close()
         except OSError as error:

@@ -20,7 +20,8 @@ from offbeat.simulate.network import CollectiveKind
 from offbeat.transport.communicator import Communicator, Kind
 from offbeat.transport.future import Operation
 from offbeat.transport.host import Promise
-from offbeat.transport.key_value_store import KeyValueStore, LocalStore
+from offbeat.transport.key_value_store import KeyValueStore
+from offbeat.transport.torch_backend.torch_store import TorchStore
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ class SimulatedCommunicator(Communicator):
         super().__init__(group.members.index(member), len(group.members), timeout_seconds, host)
         self.host: SimulatedHost = host
         self.cluster, self.member, self.group, self._context = cluster, member, group, context
-        self.stores: dict[str, LocalStore] = {}
+        self.stores: dict[str, KeyValueStore] = {}
         self._duplicates = itertools.count()
 
     @override
@@ -201,7 +202,7 @@ class SimulatedCommunicator(Communicator):
 
     @override
     def store(self, name: str) -> KeyValueStore:
-        values = self.stores.setdefault(name, LocalStore())
+        values = self.stores.setdefault(name, TorchStore())
         return SimulatedStore(self.cluster, self.member, values)
 
     @override

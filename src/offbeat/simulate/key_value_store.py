@@ -6,7 +6,7 @@ from typing import TypeVar
 from typing_extensions import override
 
 from offbeat.simulate.cluster import SimulatedCluster
-from offbeat.transport.key_value_store import KeyValueStore, LocalStore
+from offbeat.transport.key_value_store import KeyValueStore
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class SimulatedStore(KeyValueStore):
         values: The values, which all workers share.
     """
 
-    def __init__(self, cluster: SimulatedCluster, rank: int, values: LocalStore) -> None:
+    def __init__(self, cluster: SimulatedCluster, rank: int, values: KeyValueStore) -> None:
         self._cluster, self._rank, self._values = cluster, rank, values
         self._latency_seconds = float(cluster.network.latency)
 

@@ -13,7 +13,7 @@ from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.connections import NOTICE_SECONDS
 from offbeat.simulate.host import SimulatedHost
 from offbeat.simulate.kernel import Signal
-from offbeat.transport.key_value_store import LocalStore
+from offbeat.transport.key_value_store import KeyValueStore
 from offbeat.transport.membership import Generation, Membership
 
 # A context is a number that separates the operations of different communicators. First generations
@@ -48,7 +48,7 @@ class MembershipService:
         self._arrived: dict[int, _Request] = {}  # members that wait for the next generation
         self._joining: dict[int, _Request] = {}  # newcomers that wait for the next generation
         self._lost: set[int] = set()
-        self._stores: dict[str, LocalStore] = {}
+        self._stores: dict[str, KeyValueStore] = {}
         self._ended = False
 
     def start(self, member: int) -> SimulatedCommunicator:

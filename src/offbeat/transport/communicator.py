@@ -204,14 +204,10 @@ class Communicator(ABC):
         device = self.control_device
         length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
         lengths = [int(n.item()) for n in self.gather(length, what=what).wait()]
-        padded = torch.zeros(max([*lengths, 1]), dtype=torch.uint8, device="cpu")
-        padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[
-            : len(payload)
-        ]
-        received = self.gather(padded.to(device), what=what).wait()
-        return [
-            bytes(t.cpu().numpy().tobytes()[:n]) for t, n in zip(received, lengths, strict=True)
-        ]
+        padded = bytearray(payload.ljust(max(*lengths, 1), b"\0"))
+        own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        received = self.gather(own, what=what).wait()
+        return [t.cpu().numpy().tobytes()[:n] for t, n in zip(received, lengths, strict=True)]
 
     @final
     def gather_values(self, value: Any, *, what: str) -> list[Any]:

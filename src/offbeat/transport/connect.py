@@ -39,24 +39,9 @@ def open_communicator(
         CommunicationError: A worker did not open its connections in time.
         TypeError: The transport did not return a communicator.
     """
+    if group is None:
+        group = dist.group.WORLD  # None without a default group; a transport in a simulation
     make = getattr(group, "make_communicator", None)
-    if group is None and dist.is_available() and dist.is_initialized():
-        # In a simulation the default group is a transport.
-        make = getattr(dist.group.WORLD, "make_communicator", None)
-    if make is None and elastic:
-        raise AttachError(
-            f"{what} with min_workers: workers cannot leave or join a process group; start the "
-            "script with offbeat run, and give attach() no group"
-        )
-    if make is None and not (dist.is_available() and dist.is_initialized()):
-        name, size = _launched_processes()
-        if group is None and size == "1":
-            logger.warning("%s without a process group: this process trains alone", what)
-            return SingleCommunicator(timeout_seconds)
-        raise AttachError(
-            "torch.distributed is not initialised: call torch.distributed.init_process_group() "
-            f"before {what}, and start the script with torchrun (here: {name}={size})"
-        )
     if make is not None:
         made = make(timeout_seconds)
         if not isinstance(made, Communicator):
@@ -68,6 +53,20 @@ def open_communicator(
                 "workers cannot agree on who continues; leave min_workers out"
             )
         return made
+    if elastic:
+        raise AttachError(
+            f"{what} with min_workers: workers cannot leave or join a process group; start the "
+            "script with offbeat run, and give attach() no group"
+        )
+    if not dist.is_initialized():
+        name, size = _launched_processes()
+        if group is None and size == "1":
+            logger.warning("%s without a process group: this process trains alone", what)
+            return SingleCommunicator(timeout_seconds)
+        raise AttachError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group() "
+            f"before {what}, and start the script with torchrun (here: {name}={size})"
+        )
     assert group is None or isinstance(group, dist.ProcessGroup)
     if dist.get_world_size(group) == 1:
         return SingleCommunicator(timeout_seconds)

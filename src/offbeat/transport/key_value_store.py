@@ -4,10 +4,7 @@ Keys and values are texts. A key that was never written has the value "". All op
 and the operations of one worker take effect in their order.
 """
 
-import threading
 from typing import Protocol
-
-from typing_extensions import override
 
 
 class KeyValueStore(Protocol):
@@ -31,34 +28,3 @@ class KeyValueStore(Protocol):
 
     def put(self, key: str, value: str) -> None:
         """Write a value. May return before the write has taken effect."""
-
-
-class LocalStore(KeyValueStore):
-    """A store in the memory of this process, for any number of threads."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    @override
-    def add(self, key: str, amount: int) -> int:
-        with self._lock:
-            total = int(self._values.get(key) or 0) + amount
-            self._values[key] = str(total)
-            return total
-
-    @override
-    def compare_set(self, key: str, expected: str, value: str) -> str:
-        with self._lock:
-            if self._values.get(key, "") == expected:
-                self._values[key] = value
-            return self._values.get(key, "")
-
-    @override
-    def get(self, key: str) -> str:
-        return self._values.get(key, "")
-
-    @override
-    def put(self, key: str, value: str) -> None:
-        with self._lock:
-            self._values[key] = value

@@ -9,7 +9,8 @@ from offbeat.errors import CommunicationTimeout
 from offbeat.transport.communicator import Communicator, Kind
 from offbeat.transport.future import Completed, Operation, PromiseWait
 from offbeat.transport.host import Promise, ThreadHost
-from offbeat.transport.key_value_store import KeyValueStore, LocalStore
+from offbeat.transport.key_value_store import KeyValueStore
+from offbeat.transport.torch_backend.torch_store import TorchStore
 
 T = TypeVar("T")
 
@@ -28,10 +29,8 @@ class SingleCommunicator(Communicator):
     def start(
         self, kind: Kind, tensor: Tensor, what: str, peer: int, tag: int, patient: bool
     ) -> Operation[Any]:
-        if kind == "send":
-            raise ValueError(f"{what}: a single worker has no rank {peer} to send to")
-        if kind == "receive":
-            raise ValueError(f"{what}: a single worker has no rank {peer} to receive from")
+        if kind in ("send", "receive"):
+            raise ValueError(f"{what}: a single worker has no rank {peer}")
         if kind == "gather":
             return Completed([tensor])
         return Completed(tensor.clone() if kind == "exchange" else tensor)
@@ -54,7 +53,7 @@ class SingleCommunicator(Communicator):
 
     @override
     def store(self, name: str) -> KeyValueStore:
-        return LocalStore() if self.membership is None else self.membership.store(name)
+        return TorchStore() if self.membership is None else self.membership.store(name)
 
     @override
     def close(self, *, together: bool = False) -> None:

@@ -74,11 +74,12 @@ class Team:
         self.account = Account() if account is None else account
         self._replica_team: Team | None = None
         if communicator.membership is None:
-            self._set_generation(Generation(0, tuple(range(communicator.size)), communicator))
+            self.enter(Generation(0, tuple(range(communicator.size)), communicator))
         else:
-            self._set_generation(communicator.membership.generation)
+            self.enter(communicator.membership.generation)
 
-    def _set_generation(self, generation: Generation) -> None:
+    def enter(self, generation: Generation) -> None:
+        """Replace the current generation, which the caller has closed, by ``generation``."""
         self.generation, self.members = generation.number, generation.members
         self.membership: Membership | None = generation.communicator.membership
         self.communicator = generation.communicator
@@ -86,10 +87,6 @@ class Team:
         self.host: Host = generation.communicator.host
         self.stages = Stages(generation.communicator, "second stages of sums")
         self.landings = Stages(generation.communicator, "landings of parts")
-
-    def enter(self, generation: Generation) -> None:
-        """Replace the current generation, which the caller has closed, by ``generation``."""
-        self._set_generation(generation)
 
     @property
     def rank(self) -> int:

@@ -94,6 +94,7 @@ class Connections:
         closing_seconds: float,
     ) -> None:
         self.rank, self.backend, self.host = factory.rank, factory.backend, host
+        self._lost: Callable[[], list[int]] = factory.lost or list
         self.timeout_seconds = timeout_seconds
         self.closed = False
         self.pending: set[TorchOperation] = set()
@@ -216,7 +217,12 @@ class Connections:
 
     def _describe(self, failure: Failure) -> Callable[[], CommunicationError]:
         self._close_sockets()
-        lost, silent = ([], []) if self.closed else self._missing()
+        # In elastic training no rank counts as silent: the next generation excludes such workers.
+        lost, silent = list[int](), list[int]()
+        if self._liveness is not None and not self.closed:
+            lost, silent = self._liveness.lost_and_silent()
+        elif not self.closed:
+            lost = self._lost()
         text = f"rank {self.rank}: {failure.what} failed after {failure.seconds:.1f} s"
         if lost:
             text += f": lost the connection to {self._lost_first(lost)}"
@@ -233,16 +239,6 @@ class Connections:
         if not self.closed:
             self._exit_reasons.publish("failed")
         return self._error(text, failure)
-
-    def _lost(self) -> list[int]:
-        return [] if self._factory.lost is None else self._factory.lost()
-
-    def _missing(self) -> tuple[list[int], list[int]]:
-        """Return the lost ranks and the silent ranks (those that do not answer).
-
-        In elastic training no rank counts as silent: the next generation excludes such workers.
-        """
-        return (self._lost(), []) if self._liveness is None else self._liveness.lost_and_silent()
 
     def _lost_first(self, lost: list[int]) -> str:
         """Return a text that names the ranks that were lost first, with their exit reasons.

@@ -1,7 +1,7 @@
 """Exit reasons: a worker that leaves publishes why. A lost connection does not show the reason."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from offbeat.transport.torch_backend.store_access import KeyPoll, call_within
 
@@ -35,22 +35,19 @@ class ExitReasons:
         """Publish the exit reason of this worker. Blocks for at most about a second."""
 
         def write() -> bool:
-            self._store.set(self._key(self._rank), reason)
+            self._store.set(f"left/{self._rank}", reason)
             self._store.set(_ALARM, "")
             return bool(self._store.check([_ALARM]))  # waits until both writes have arrived
 
         self._within_limit(write)
 
-    def read(self, ranks: Iterable[int]) -> dict[int, ExitReason] | None:
+    def read(self, ranks: Iterable[int]) -> dict[int, str] | None:
         """Return the published exit reasons of ``ranks``, or None if the store does not answer."""
 
-        def read() -> dict[int, ExitReason]:
-            keys = {rank: self._key(rank) for rank in ranks}
-            return {
-                rank: cast(ExitReason, self._store.get(key).decode())
-                for rank, key in keys.items()
-                if self._store.check([key])
-            }
+        def read() -> dict[int, str]:
+            keys = {rank: f"left/{rank}" for rank in ranks}
+            left = {rank: key for rank, key in keys.items() if self._store.check([key])}
+            return {rank: self._store.get(key).decode() for rank, key in left.items()}
 
         return self._within_limit(read)
 
@@ -61,9 +58,6 @@ class ExitReasons:
     def close(self) -> None:
         """Stop the background thread."""
         self._poll.close()
-
-    def _key(self, rank: int) -> str:
-        return f"left/{rank}"
 
     def _within_limit(self, function: Callable[[], T]) -> T | None:
         """Return ``function()``, or None if the store does not answer within a second.

@@ -9,6 +9,8 @@ The other worker is
 * *silent*: it computes, is stuck or cannot be reached, so no message arrives in time.
 """
 
+import contextlib
+import functools
 import queue
 import threading
 import time
@@ -62,26 +64,21 @@ class LivenessCheck:
         peers = [] if group is None else [r for r in range(group.size()) if r != group.rank()]
         answers: queue.SimpleQueue[tuple[int, PeerState]] = queue.SimpleQueue()
         for peer in peers:  # one thread each, so that a silent worker does not delay the others
-            thread = threading.Thread(
-                target=self._check, args=(group, peer, answers), name=f"liveness of {peer}"
-            )
-            thread.daemon = True
+            check = functools.partial(self._check, group, peer, answers)
+            thread = threading.Thread(target=check, name=f"liveness of {peer}", daemon=True)
             self._threads.append(thread)
             thread.start()
-        states: dict[int, PeerState] = {}
+        lost, silent = list[int](), set(peers)
         deadline = time.perf_counter() + self._seconds + _MARGIN_SECONDS
-        while len(states) < len(peers):
-            try:
+        with contextlib.suppress(queue.Empty):
+            for _ in peers:
                 peer, state = answers.get(timeout=max(0.0, deadline - time.perf_counter()))
-            except queue.Empty:
-                break
-            states[peer] = state
-            if state == "lost":
-                deadline = min(deadline, time.perf_counter() + _GRACE_SECONDS)
-        return (
-            [peer for peer in peers if states.get(peer) == "lost"],
-            [peer for peer in peers if states.get(peer, "silent") == "silent"],
-        )
+                if state != "silent":
+                    silent.remove(peer)
+                if state == "lost":
+                    lost.append(peer)
+                    deadline = min(deadline, time.perf_counter() + _GRACE_SECONDS)
+        return sorted(lost), sorted(silent)
 
     def _check(
         self, group: Group, peer: int, answers: "queue.SimpleQueue[tuple[int, PeerState]]"

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat.transport.key_value_store import KeyValueStore
@@ -12,13 +13,14 @@ _CLOSE_SECONDS = 1.0  # longest wait for an operation in progress at exit
 
 
 class TorchStore(KeyValueStore):
-    """A store on ``store``, over a connection of its own.
+    """A store on ``store``, over a connection of its own; None keeps the values in this process.
 
     Several threads may use it; their operations follow one another.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._store, self._closed = store.clone(), False
+    def __init__(self, store: Any = None) -> None:
+        self._store: Any = dist.HashStore() if store is None else store.clone()  # type: ignore[attr-defined]
+        self._closed = False
         self._lock = threading.Lock()
         close_at_exit(self)
 
