@@ -77,24 +77,24 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2240, 1117),
+    "src/offbeat": (2210, 1096),
     "src/offbeat/averaging": (3410, 1870),
-    "src/offbeat/checkpoint": (1004, 534),
-    "src/offbeat/cli": (587, 321),
-    "src/offbeat/data": (803, 393),
+    "src/offbeat/checkpoint": (1004, 532),
+    "src/offbeat/cli": (481, 247),
+    "src/offbeat/data": (793, 387),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1709, 914),
+    "src/offbeat/elastic": (1679, 897),
     "src/offbeat/integrations": (303, 178),
-    "src/offbeat/launcher": (722, 393),
-    "src/offbeat/nodes": (505, 285),
+    "src/offbeat/launcher": (786, 445),
+    "src/offbeat/nodes": (500, 282),
     "src/offbeat/quantization": (1435, 827),
-    "src/offbeat/simulate": (2263, 1207),
+    "src/offbeat/simulate": (2264, 1207),
     "src/offbeat/strategies": (1366, 512),
-    "src/offbeat/training": (2527, 1431),
-    "src/offbeat/transport": (2641, 1302),
+    "src/offbeat/training": (2459, 1393),
+    "src/offbeat/transport": (2587, 1263),
     "src/offbeat_lab": (9795, 5219),
     "benchmarks": (6167, 3823),
-    "tests": (35687,),
+    "tests": (35700,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
