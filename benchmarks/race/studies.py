@@ -8,7 +8,8 @@ is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
   gain 98 % first.
 - ``fresh``: the ideal, the default settings and the best others of ``headline``, with five further
   seeds, on which nothing was developed.
-- ``elsewhere``: the same methods with the settings that ``headline`` chose, in virtual time: with
+- ``elsewhere``: the same methods with the settings that ``headline`` chose, and the default
+  settings, in virtual time: with
   16 workers, at the chosen rates and at twice these, and on uneven links, where one of the workers
   has a fifth of the bandwidth.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
@@ -302,7 +303,8 @@ class Cell:
             raise FileNotFoundError(f"{headline.name} has no runs of {missing[0]!r}")
         chosen = {method: next(iter(runs.values())).job for method, runs in best.items()}
         if self.study == "elsewhere":
-            jobs = [chosen[method] for method in HEADLINE]
+            default = Job("").under(DEFAULT + _rate(chosen["ideal"]))
+            jobs = [*(chosen[method] for method in HEADLINE), default]
             if self.workers != WORKERS:
                 jobs += [replace(job, lr_scale=2 * job.lr_scale) for job in jobs]
             return [job.label for job in jobs]

@@ -257,15 +257,16 @@ def elsewhere(folder: Path = RESULTS) -> str:
     for workload, name in TRAININGS.items():
         for cell in cells_of("elsewhere", workload, folder):
             found, labels = runs_of(cell, folder), cell.methods(folder)
+            names = [*(NAMES[method] for method in HEADLINE), "streaming, default"]
             best = {
-                method: best_of([found[label] for label in labels[place :: len(HEADLINE)]])
-                for place, method in enumerate(HEADLINE)
+                each: best_of([found[label] for label in labels[place :: len(names)]])
+                for place, each in enumerate(names)
             }
             where = "uneven links" if cell.uneven_links else f"{cell.workers} workers"
             for method, runs in best.items():
                 first = f"{name}, {where}"
                 settings = f"`{_settings(runs)}`"
-                lines.append(_row(first, NAMES[method], settings, runs, best["ideal"]))
+                lines.append(_row(first, method, settings, runs, best[NAMES["ideal"]]))
     return "\n".join(lines)
 
 
