@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from offbeat_lab.methods.registry import is_ideal
 from offbeat_lab.report.intervals import MIN_SEEDS, interval_of
-from offbeat_lab.results import Result, by_seed
+from offbeat_lab.results import Result
 from offbeat_lab.tuning import reference
 
 Runs = dict[int, Result]
@@ -84,16 +84,21 @@ def fastest(results: Sequence[Result], share: float, seeds: int) -> dict[str, Ru
         seeds: Number of seeds that a setting must have to count.
     """
     trials = [one for one in results if one.trial is not None]
-    ideal = by_seed(results, reference(trials).label)
+    runs: dict[str, Runs] = {}
+    for one in results:
+        if one.trial is None:
+            runs.setdefault(one.label, {})[one.job.seed] = one
+    tried: dict[str, dict[str, None]] = {}
+    for one in trials:
+        assert one.trial is not None
+        tried.setdefault(one.trial.method, {})[one.label] = None
+    best = reference(trials).label
     found: dict[str, Runs] = {}
-    for method in dict.fromkeys(one.trial.method for one in trials if one.trial):
-        labels = {one.label: None for one in trials if one.trial and one.trial.method == method}
-        settings = [by_seed(results, label) for label in labels]
-        complete = [runs for runs in settings if len(runs) == seeds]
-        if is_ideal(method.split()[0]):
-            complete = [ideal] if len(ideal) == seeds else []
+    for method, labels in tried.items():
+        chosen = [best] if is_ideal(method.split()[0]) else labels
+        complete = [runs[label] for label in chosen if len(runs.get(label, {})) == seeds]
         if complete:
-            found[method] = min(complete, key=lambda runs: lateness(runs, ideal, share))
+            found[method] = min(complete, key=lambda own: lateness(own, runs[best], share))
     return found
 
 

@@ -6,7 +6,7 @@ run of the same seed.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness import RESULTS
@@ -188,38 +188,33 @@ def _settings(runs: Runs) -> str:
     return next(iter(runs.values())).label.replace(",fragments=4,overlap=4", "")
 
 
-def _time_and_end(runs: Runs, ideal: Runs, share: float = FAST) -> list[str]:
-    return [summary(slowdowns(runs, ideal, share)), difference_at_end(runs, ideal)]
+def _time_and_end(runs: Runs, ideal: Runs) -> list[str]:
+    return [summary(slowdowns(runs, ideal, FAST)), difference_at_end(runs, ideal)]
 
 
 def links(workload: str, folder: Path = RESULTS) -> str:
     """Return the time to 90 % and the difference at the end: methods of ``headline`` × links."""
     cells = cells_of("headline", workload, folder)
-    return "\n".join((*_heading("method", *(cell.link for cell in cells)), *_links(cells, folder)))
+    found = {cell.link: runs_of(cell, folder) for cell in cells}
+    return _methods({link: _named(runs) for link, runs in found.items()})
 
 
-def links_to_the_end(folder: Path = RESULTS) -> str:
-    """Return the same for 98 %, with the settings that were chosen for it."""
-    lines: list[str] = []
-    for workload, name in TRAININGS.items():
-        cells = cells_of("headline", workload, folder)
-        lines = lines or _heading("training", "method", *(cell.link for cell in cells))
-        lines += [f"| {name} {row}" for row in _links(cells, folder, GOOD)]
+def _named(runs: Mapping[str, Runs]) -> dict[str, Runs]:
+    return {NAMES[method]: one for method, one in runs.items()}
+
+
+def _methods(columns: Mapping[str, Mapping[str, Runs]]) -> str:
+    """Return a table with a row for each method. A column has its name and the methods' runs."""
+    lines = _heading("method", *columns)
+    for method in next(iter(columns.values()), {}):
+        cells = [
+            end(found[method])
+            if method == "ideal"
+            else "; ".join(_time_and_end(found[method], found["ideal"]))
+            for found in columns.values()
+        ]
+        lines.append(f"| {' | '.join([method, *cells])} |")
     return "\n".join(lines)
-
-
-def _links(cells: Sequence[Cell], folder: Path, share: float = FAST) -> list[str]:
-    found = [runs_of(cell, folder, share) for cell in cells]
-    lines = []
-    for method in found[0] if found else ():
-        shown = [NAMES[method]]
-        for runs in found:
-            if method == "ideal":
-                shown.append(end(runs[method]))
-            else:
-                shown.append("; ".join(_time_and_end(runs[method], runs["ideal"], share)))
-        lines.append(f"| {' | '.join(shown)} |")
-    return lines
 
 
 def tuned(workload: str, folder: Path = RESULTS) -> str:
@@ -251,23 +246,17 @@ def tuned(workload: str, folder: Path = RESULTS) -> str:
 
 def elsewhere(folder: Path = RESULTS) -> str:
     """Return the table of ``elsewhere``, with the rate at which each method ends better."""
-    lines = _heading(
-        "training", "method", "settings", "half-way", "90 %", "98 %", "end", "end − ideal"
-    )
+    columns = {}
     for workload, name in TRAININGS.items():
         for cell in cells_of("elsewhere", workload, folder):
             found, labels = runs_of(cell, folder), cell.methods(folder)
             names = [*(NAMES[method] for method in HEADLINE), "streaming, default"]
-            best = {
+            where = "uneven links" if cell.uneven_links else f"{cell.workers} workers"
+            columns[f"{name}, {where}"] = {
                 each: best_of([found[label] for label in labels[place :: len(names)]])
                 for place, each in enumerate(names)
             }
-            where = "uneven links" if cell.uneven_links else f"{cell.workers} workers"
-            for method, runs in best.items():
-                first = f"{name}, {where}"
-                settings = f"`{_settings(runs)}`"
-                lines.append(_row(first, method, settings, runs, best[NAMES["ideal"]]))
-    return "\n".join(lines)
+    return _methods(columns)
 
 
 def real(workload: str, folder: Path = RESULTS) -> str:

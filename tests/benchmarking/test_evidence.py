@@ -98,6 +98,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # 42 % after 3.7 s, 98 % are 44.4 % after 3.94 s. Streaming takes 2 · (s − 0.1 · seed) for that.
 # Intervals are by Student's t. A star means that the budget ended before all neighbours were tried.
 LATE = "1.00 [1.00, 1.00] | 1.02 [1.02, 1.03] | never | 49.0 % | -2.0 [-2.0, -2.0] |"
+WORSE = "1.02 [1.02, 1.03]; -2.0 [-2.0, -2.0]"
 SECTIONS = {
     "What to expect": (
         "| CNN, SGD, 10Mbit/s | default | 1.95 [1.81, 2.08] | +1.0 [-1.5, +3.5] "
@@ -112,11 +113,6 @@ SECTIONS = {
         "| 16 | `ideal` | 51.0 % | -10.0 [-10.0, -10.0] |",
         "| 16 | `streaming` | -5.0 [-5.0, -5.0] | +2.0 [+2.0, +2.0] |",
     ),
-    "To 98 %": (
-        "| CNN, SGD | ideal | 45.0 % |",
-        "| CNN, SGD | streaming | 1.95 [1.82, 2.08]; +1.0 [-1.5, +3.5] |",
-        "| CNN, SGD | DDP | 3.00 [3.00, 3.00]; +0.0 [+0.0, +0.0] |",
-    ),
     # Over 20 Mbit/s the model of 1 MB takes 0.4 s, which is 8 steps of 50 ms.
     "From fast to slow links": (
         "| CNN, SGD | 4 | 0.2 | 1.00 [1.00, 1.00] | 1.01 [1.01, 1.01] | never "
@@ -124,18 +120,10 @@ SECTIONS = {
         f"| CNN, SGD | 4 | 8.0 | {LATE}",
     ),
     "Sixteen workers and uneven links": (
-        "| CNN, SGD, 16 workers | ideal | `ideal --lr-scale 2` "
-        "| 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] | 51.0 % |  |",
-        "| CNN, SGD, 16 workers | streaming | `streaming` "
-        "| 1.00 [1.00, 1.00] | 1.01 [1.01, 1.01] | never | 50.0 % | -1.0 [-1.0, -1.0] |",
-        f"| CNN, SGD, 16 workers | DDP | `bsp --lr-scale 2` | {LATE}",
-        f"| CNN, SGD, 16 workers | streaming, default | `streaming --lr-scale 4` | {LATE}",
-    ),
-    "Many workers": (
-        "| 64 in 8 nodes | 50Mbit/s | `ideal --lr-scale 16` "
-        "| 1000.0 ms | 1.0 | 1.00 [1.00, 1.00] | 51.0 % |  |",
-        "| 64 in 8 nodes | 50Mbit/s | `streaming --lr-scale 8` "
-        "| 1000.0 ms | 1.0 | 1.02 [1.02, 1.03] | 49.0 % | -2.0 [-2.0, -2.0] |",
+        "| ideal | 51.0 % |",
+        "| streaming | 1.01 [1.01, 1.01]; -1.0 [-1.0, -1.0] |",
+        f"| DDP | {WORSE} |",
+        f"| streaming, default | {WORSE} |",
     ),
     "Other trainings": ("| clipping | 51.0 % | 0.97 [0.97, 0.97] | +3.0 [+3.0, +3.0] |",),
     "Skewed labels": (
@@ -157,7 +145,13 @@ HEADLINE = {
         "| 1.95 [1.81, 2.08] | 1.95 [1.82, 2.08] | 46.0 % | +1.0 [-1.5, +3.5] |",
         "| 10Mbit/s | DDP | `bsp`* | 90 %, 98 % | 3.00 [3.00, 3.00] "
         "| 3.00 [3.00, 3.00] | 3.00 [3.00, 3.00] | 45.0 % | +0.0 [+0.0, +0.0] |",
-    )
+    ),
+    "Many workers": (
+        "| 64 in 8 nodes | 50Mbit/s | `ideal --lr-scale 16` "
+        "| 1000.0 ms | 1.0 | 1.00 [1.00, 1.00] | 51.0 % |  |",
+        "| 64 in 8 nodes | 50Mbit/s | `streaming --lr-scale 8` "
+        "| 1000.0 ms | 1.0 | 1.02 [1.02, 1.03] | 49.0 % | -2.0 [-2.0, -2.0] |",
+    ),
 }
 
 
@@ -180,7 +174,6 @@ def test_an_unfinished_cell_is_left_out(folder: Path) -> None:
     assert {*SECTIONS} - {*evidence.sections(folder)} == {
         "What to expect",
         "CNN with SGD",
-        "To 98 %",
         "Sixteen workers and uneven links",
     }
 

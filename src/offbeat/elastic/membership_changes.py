@@ -198,11 +198,13 @@ class MembershipChanges:
         slow = team.host.now() - began >= 0.9 * seconds
         self._failures += receives or (slow and not self._behind)
         if self._failures >= _ATTEMPTS or (slow and receives):
-            missed = "receive the model" if receives else "average the models"
+            missed = "average the models in generation"
+            if receives:
+                missed = "receive the model in generation"
             self._give_up(
                 CommunicationTimeout,
-                f"could not {missed} in generation {team.generation} within timeout_seconds="
-                f"{seconds:g}: check the network, or raise it in attach(..., timeout_seconds=...) "
+                f"could not {missed} {team.generation} within timeout_seconds={seconds:g}: check "
+                "the network, or raise it in attach(..., timeout_seconds=...) "
                 f"on all workers if that takes longer ({failed})",
             )
         return failed
