@@ -649,9 +649,10 @@ def test_silent_members_are_given_up_after_a_limit(
     for seconds in (limit - 1, limit + 1):
         # The newest member arrived 40 s after this worker, or there was none.
         for waited in (seconds + 40, seconds) if limit == 30.0 else (seconds,):
-            given_up = limits.passed(present, awaited, waited, seconds)
+            given_up = limits.passed(present, awaited, waited, seconds, limits.usual)
             assert given_up == (seconds > limit)
-    assert SilenceLimits(2.0).usual == 2.0
+    assert limits.retry == 3.0
+    assert SilenceLimits(2.0).usual == SilenceLimits(2.0).retry == 2.0
 
 
 def test_a_majority_does_not_wait_for_machines_that_are_down() -> None:

@@ -159,7 +159,9 @@ class Agreement:
             self.heartbeats.close()
             raise
 
-    def decide(self, number: int, before: Decision, arrival: Arrival, *, admits: bool) -> Decision:
+    def decide(
+        self, number: int, before: Decision, limit: float, arrival: Arrival, *, admits: bool = True
+    ) -> Decision:
         """Arrive at generation ``number`` and return the decision on it. Blocks.
 
         The decision may exclude this worker.
@@ -167,6 +169,7 @@ class Agreement:
         Args:
             number: Number of the generation.
             before: Decision on the previous generation.
+            limit: Time after which silent members are given up; see ``SilenceLimits.passed``.
             arrival: Tells the others about this worker.
             admits: False if a proposal of this worker leaves newcomers to a later decision.
         """
@@ -200,7 +203,7 @@ class Agreement:
             dead = self.heartbeats.dead()
             awaited, present = others - arrived - left - dead, {self.worker, *(arrived - dead)}
             now = time.monotonic()
-            expired = self.limits.passed(present, awaited, now - started, now - last_arrival)
+            expired = self.limits.passed(present, awaited, now - started, now - last_arrival, limit)
             down = machines_are_down(present, awaited, self.heartbeats.silent)
             if expired or ((down or not awaited) and self.worker == min(present)):
                 return self._propose(number, before, sorted(present), admits)

@@ -9,7 +9,12 @@ first start, a restart and a late start are the same:
                        training begins with 4 workers, or after 30 s with 2 or 3
 
 The store must outlive the workers, so a launcher keeps it in a process of its own. One store serves
-one training. ``elastic/agreement.py`` lists the keys.
+one training. The keys in the store, besides those of ``elastic/agreement.py``:
+
+    offbeat/elastic         key prefix of the latest training; replaced if that training is lost
+    <prefix>/numbers        counter from which each worker takes its identity (``add``)
+    <prefix>/generation/0/decided the members of generation 0
+    <prefix>/ended          exists once the training has ended
 
 Each worker runs the same protocol:
 

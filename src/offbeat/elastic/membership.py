@@ -153,7 +153,7 @@ class StoreMembership:
             before: Decision on generation ``generation``.
             step: Number of steps that this worker has taken; None if it was in no generation yet.
         """
-        started, unreachable = time.monotonic(), list[int]()
+        started, limit, unreachable = time.monotonic(), self._limits.usual, list[int]()
         # If no step has followed the opening for so long, some members may not be able to connect.
         # Ping all members: they return pings while they wait for others.
         if self._limits.nearly_reached(started - self._opened):
@@ -162,7 +162,7 @@ class StoreMembership:
         for number in itertools.count(generation + 1):
             earlier = before.members
             admits = time.monotonic() >= self._pause_end
-            before = self._agreement.decide(number, before, arrival, admits=admits)
+            before = self._agreement.decide(number, before, limit, arrival, admits=admits)
             if self._worker not in before.members:
                 raise self._left_behind(number, before, step)
             lost = [w for w in earlier if w not in before.members + before.disconnected]
@@ -170,7 +170,7 @@ class StoreMembership:
                 logger.warning(
                     "rank %d: generation %d continues without %s, which ended or did not answer "
                     "within %g s",
-                    *(self._worker, number, ranks_text(lost), self._limits.usual),
+                    *(self._worker, number, ranks_text(lost), limit),
                 )
             if before.disconnected:
                 logger.warning(
@@ -201,9 +201,11 @@ class StoreMembership:
                     f"{now - started:.1f} s, more than the {longest:g} s that "
                     f"timeout_seconds={self._agreement.timeout_seconds:g} allows: {reason}"
                 )
-            unreachable = []
+            limit, unreachable = self._limits.usual, []
             if self._limits.nearly_reached(now - opening):
-                # Some members may not be able to connect to each other, which pings show.
+                # Either a member does not answer, so wait less for it at the next generation. Or
+                # some members cannot connect to each other, which pings show.
+                limit = self._limits.retry
                 unreachable = self._agreement.ping(before.members)
             arrival = Arrival(step is None, unreachable)
         raise AssertionError

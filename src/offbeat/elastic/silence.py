@@ -5,6 +5,8 @@ For the other members that a worker waits for at the next generation (``elastic/
 
 - A majority gives up a member that has not arrived ``SilenceLimits.usual`` seconds after the newest
   arrival. So it does not exclude slightly late workers.
+- A member that has not answered during the opening of the previous generation either has only
+  ``SilenceLimits.retry`` seconds.
 - A majority does not wait for machines that have lost their power or their network. The kernels of
   these machines do not answer the probes of the heartbeat connections for about 7/8 of the time
   limit of an operation (``elastic/heartbeats.py``). If an arrived worker was *silent* in this
@@ -20,6 +22,7 @@ LONGEST_SECONDS = 30.0
 """Largest value of ``SilenceLimits.usual``."""
 REFUSED_SECONDS = 5.0
 """Time after which members whose ports refuse connections count as dead for a newcomer."""
+_RETRY_SECONDS = 3.0
 
 
 @dataclass
@@ -40,6 +43,11 @@ class SilenceLimits:
         self.usual = min(LONGEST_SECONDS, self.timeout_seconds)
 
     @property
+    def retry(self) -> float:
+        """``usual`` for members that did not answer during the last opening of a generation."""
+        return min(_RETRY_SECONDS, self.usual)
+
+    @property
     def agreement(self) -> float:
         """Longest time for agreeing on a generation that can be opened.
 
@@ -54,7 +62,12 @@ class SilenceLimits:
         return seconds > 0.9 * self.usual
 
     def passed(
-        self, present: Set[int], awaited: Set[int], waited: float, since_arrival: float
+        self,
+        present: Set[int],
+        awaited: Set[int],
+        waited: float,
+        since_arrival: float,
+        limit: float,
     ) -> bool:
         """Return True if the ``present`` members no longer wait for the ``awaited`` ones.
 
@@ -63,9 +76,10 @@ class SilenceLimits:
             awaited: The members that have not arrived.
             waited: Time since this worker arrived.
             since_arrival: Time since the newest arrival.
+            limit: ``usual`` or ``retry``.
         """
         if len(present) >= len(awaited):
-            return since_arrival > self.usual
+            return since_arrival > limit
         return waited > self.timeout_seconds
 
 
