@@ -83,7 +83,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/cli": (481, 247),
     "src/offbeat/data": (793, 387),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1679, 897),
+    "src/offbeat/elastic": (1705, 911),
     "src/offbeat/integrations": (303, 178),
     "src/offbeat/launcher": (786, 445),
     "src/offbeat/nodes": (500, 282),
@@ -93,8 +93,8 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2459, 1393),
     "src/offbeat/transport": (2587, 1263),
     "src/offbeat_lab": (9795, 5219),
-    "benchmarks": (6170, 3825),
-    "tests": (35701,),
+    "benchmarks": (6163, 3818),
+    "tests": (35695,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
