@@ -19,7 +19,7 @@ Runs = dict[int, Result]
 
 
 def slowdown_half_way(run: Result, ideal: Result) -> float | None:
-    """Return the slowdown to the ideal's metric after half of its time; None if never reached."""
+    """Return the slowdown to what the ideal has after half of its time; None if never reached."""
     best = _after(ideal, ideal.seconds / 2)
     return _slowdown(run, ideal, best if ideal.higher_is_better else -best)
 
@@ -62,7 +62,7 @@ def slowdowns(runs: Runs, ideal: Runs, share: float) -> list[float | None]:
 def lateness(runs: Runs, ideal: Runs, share: float) -> tuple[int, float, float]:
     """Return a rank of runs: the smaller, the better.
 
-    The fewer runs never reach the share, the better. Next counts the mean slowdown of the others,
+    It counts the runs that never reach the share. Next counts the mean slowdown of the others,
     and then the mean of the final metric.
     """
     times = slowdowns(runs, ideal, share)

@@ -27,7 +27,7 @@ LEAST_BUDGET = 3
 """Smallest number of trials per method: the first settings, and two best-known ones."""
 SHARES = (0.98, 0.9)
 """Shares of what the ideal gains in its whole run. The search for the first one begins, with three
-quarters of the budget."""
+quarters of the budget. Then follow the second one and the first one again, with all of it."""
 _RATE = Axis("lr_scale")
 _WIRE = Axis("wire", ("float32", "int4", "int2"))
 
@@ -132,7 +132,7 @@ def _neighbour(job: Job, axis: Axis, *, up: bool) -> Job | None:
 # -- scores ----------------------------------------------------------------------------------------
 
 Score = tuple[int, float, float]
-"""Rank of a trial; the smaller, the better. The last number is the negated final metric."""
+"""Rank of a trial; the smaller, the better. The last number grows as the final metric worsens."""
 
 
 def score_of(trial: Result, trials: Sequence[Result], share: float) -> Score:
@@ -183,7 +183,7 @@ def tune(
     Args:
         job: Settings that all runs share.
         methods: Methods, as for ``compare``. The ideal is added if it is missing.
-        budget: Largest number of trials of a method.
+        budget: Largest number of trials of a method, but at least its best-known settings run.
         run: Function that runs a trial, or returns its existing result.
     """
     trials: list[Result] = []
@@ -263,11 +263,11 @@ class Choice:
     Attributes:
         method: The method as the user gave it.
         share: The share of what the ideal gains, one of ``SHARES``.
-        job: Job of the method's first trial to reach this share.
+        job: Job of the method's best trial by ``score_of``.
         trials: Number of the method's trials.
         seconds: Training seconds of that trial to the share. None: never.
         final: Its final metric.
-        untried: Settings of which a neighbouring value was not tried, because the budget ended.
+        untried: Settings of which a neighbouring value was not tried.
     """
 
     method: str
@@ -282,7 +282,7 @@ class Choice:
 def choices(results: Sequence[Result], share: float) -> list[Choice]:
     """Return the choice for each method with trials in ``results``, in order of first trials.
 
-    If ``results`` have runs with the settings of some trials, one of these was chosen.
+    If ``results`` have runs with the settings of some trials, only these are candidates.
     """
     by_method: dict[str, list[Result]] = {}
     trials = [result for result in results if result.trial is not None]
