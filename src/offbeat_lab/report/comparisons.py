@@ -20,7 +20,7 @@ from offbeat_lab.report.rows import (
 )
 from offbeat_lab.report.tables import SHARE, percent, spread
 from offbeat_lab.results import Result
-from offbeat_lab.tuning import SHARES, Choice, choices, without_trials
+from offbeat_lab.tuning import SHARES, choices, without_trials
 
 
 def other_tables(results: Sequence[Result], *, ranges: bool = True) -> dict[str, Table]:
@@ -144,22 +144,18 @@ def tuning(results: Sequence[Result]) -> Table | None:
     trial = next((result.trial for result in results if result.trial is not None), None)
     if trial is None:
         return None
-    by_settings: dict[tuple[str, str], list[Choice]] = {}
-    for share in sorted(SHARES):
-        for choice in choices(results, share):
-            by_settings.setdefault((choice.method, choice.job.label), []).append(choice)
     cells = []
-    for (method, label), chosen in by_settings.items():
-        untried = chosen[0].untried
-        first = ", ".join(
-            f"{one.share:.0%} ({'never' if one.seconds is None else f'{one.seconds:.1f} s'})"
-            for one in chosen
-        )
-        ended = f"budget ended before: {', '.join(untried)}" if untried else "complete"
-        end = f"{chosen[0].final:.4g}"
-        cells.append((method, label, str(chosen[0].trials), first, end, ended))
-    methods = list(dict.fromkeys(method for method, *_ in cells))
-    cells.sort(key=lambda row: methods.index(row[0]))
+    for both in zip(*(choices(results, share) for share in sorted(SHARES)), strict=True):
+        for label in dict.fromkeys(one.job.label for one in both):
+            chosen = [one for one in both if one.job.label == label]
+            first = ", ".join(
+                f"{one.share:.0%} ({'never' if one.seconds is None else f'{one.seconds:.1f} s'})"
+                for one in chosen
+            )
+            untried = ", ".join(chosen[0].untried)
+            ended = f"budget ended before: {untried}" if untried else "complete"
+            end = f"{chosen[0].final:.4g}"
+            cells.append((chosen[0].method, label, str(chosen[0].trials), first, end, ended))
     seed = next(result.job.seed for result in results if result.trial is not None)
     caption = (
         f"Settings chosen with at most {trial.budget} trials per method and the seed {seed}, which "

@@ -31,8 +31,6 @@ def interval_of(values: Sequence[float]) -> Interval:
     freedom = len(values) - 1
     known = _QUANTILES[freedom - 2 : freedom - 1]
     quantile = known[0] if known else 1.960 + 2.372 / freedom + 2.823 / freedom**2
-    mean, half = (
-        statistics.fmean(values),
-        quantile * statistics.stdev(values) / math.sqrt(len(values)),
-    )
+    mean = statistics.fmean(values)
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
