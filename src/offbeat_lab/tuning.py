@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from offbeat import Strategy
@@ -189,6 +190,11 @@ def tune(
     trials: list[Result] = []
     jobs: list[Job] = []
     shared, rate = replace(job, seed=tuning_seed(job)), job.lr_scale
+    good, fast = SHARES
+
+    def by(share: float) -> Callable[[Result], Score]:
+        return lambda trial: score_of(trial, trials, share)
+
     for text in with_ideal(methods):
         tried: dict[Job, Result] = {}
 
@@ -200,14 +206,9 @@ def tune(
         first = shared.under(untuned(text))
         for start in _starts(text, shared, rate, trials):
             measure(start)
-        good, fast = SHARES
-        best = {}
-        for share, most in ((good, math.ceil(0.75 * budget)), (fast, budget), (good, budget)):
-
-            def score(trial: Result, share: float = share) -> Score:
-                return score_of(trial, trials, share)
-
-            best[share] = search(tried, _axes(text, first.strategy), measure, score, most)
+        find = partial(search, tried, _axes(text, first.strategy), measure)
+        find(by(good), math.ceil(0.75 * budget))
+        best = {share: find(by(share), budget) for share in (fast, good)}
         jobs += (best[fast], best[good])
         jobs += [first] if first == shared.under(text) else []
         rate = reference(trials).job.lr_scale
