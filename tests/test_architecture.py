@@ -77,11 +77,11 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2212, 1098),
-    "src/offbeat/averaging": (3410, 1870),
+    "src/offbeat": (2221, 1104),
+    "src/offbeat/averaging": (3411, 1871),
     "src/offbeat/checkpoint": (1004, 532),
     "src/offbeat/cli": (481, 247),
-    "src/offbeat/data": (793, 387),
+    "src/offbeat/data": (792, 386),
     "src/offbeat/display": (88, 42),
     "src/offbeat/elastic": (1705, 911),
     "src/offbeat/integrations": (303, 178),
@@ -90,11 +90,11 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/quantization": (1435, 827),
     "src/offbeat/simulate": (2264, 1207),
     "src/offbeat/strategies": (1366, 512),
-    "src/offbeat/training": (2459, 1393),
+    "src/offbeat/training": (2479, 1404),
     "src/offbeat/transport": (2587, 1263),
-    "src/offbeat_lab": (9790, 5213),
+    "src/offbeat_lab": (9805, 5223),
     "benchmarks": (6163, 3818),
-    "tests": (35695,),
+    "tests": (35738,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -168,7 +168,7 @@ MANY_IDEAL = {
 """Workload and number of workers → factors on the learning rate of the ideal in ``many``."""
 CORRECTED = (
     *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
-    f"{DILOCO}:fragments=4,overlap=4,period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
+    f"{DILOCO}:period=16,outer_lr=0.5,outer_momentum=0.6,fragments=4,overlap=4 --lr-scale 0.5",
 )
 """Methods of ``adam``, each with and without longer steps. DiLoCo has the settings that were chosen
 without them."""

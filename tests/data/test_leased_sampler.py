@@ -18,6 +18,7 @@ import offbeat
 from cells import some
 from loops import sgd
 from offbeat import Compute, Network, simulate
+from offbeat.averaging.model_mean import ModelMean
 from offbeat.data import LeasedLoader, LeasedSampler
 from offbeat.errors import (
     AttachError,
@@ -467,6 +468,43 @@ def test_a_worker_may_evaluate_in_the_middle_of_an_epoch(strategy: str) -> None:
     results = simulated(lambda: leave_the_loop(strategy, "evaluates"), workers=3).results
     assert used_by(results) == ONCE
     assert sum(each["repeated"] for each in results) == 0
+
+
+def evaluate_at_the_end_of_others() -> dict[str, Any]:
+    """Worker 1 shows the mean in the middle of the epoch, while the others wait at its end."""
+    worker = Worker("local:period=1000", elastic=True)
+    shown, last = None, None
+    for _ in worker.batches(1):
+        last = flat(worker.model)
+        if dist.get_rank() == 1 and len(worker.used[0]) == 20:
+            with worker.sync.consensus():
+                shown = flat(worker.model)
+            assert torch.equal(flat(worker.model), last)
+            before = last
+    return worker.finish(shown=shown, last=before if dist.get_rank() == 1 else last)
+
+
+def test_workers_at_the_end_of_an_epoch_take_part_in_the_mean_of_another_one() -> None:
+    results = simulated(evaluate_at_the_end_of_others, workers=3).results
+    mean = torch.stack([each["last"] for each in results]).mean(0)
+    torch.testing.assert_close(results[1]["shown"], mean)
+
+
+def test_the_end_of_an_epoch_averages_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers exchange which batches are left. A consensus that shows the mean averages."""
+    means, show = [], ModelMean.show
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        means.append(dist.get_rank())
+        show(*arguments, **options)
+
+    monkeypatch.setattr(ModelMean, "show", noted)
+    record: dict[int, Any] = {}
+    simulated(lambda: lease_elastically("local:period=1000", record), workers=3)
+    assert used_by([*record.values()]) == ONCE
+    assert not means
+    simulated(evaluate_at_the_end_of_others, workers=3)
+    assert sorted(means) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("strategy", some(ELASTIC, 0, 3))

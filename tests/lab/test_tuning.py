@@ -19,7 +19,7 @@ from offbeat_lab.compare import compare
 from offbeat_lab.events import End, Evaluation, Event, Start
 from offbeat_lab.job import MOST_SEED, Job
 from offbeat_lab.launch.runners import Loopback
-from offbeat_lab.methods.registry import parse_method
+from offbeat_lab.methods.registry import parse_imported, parse_method
 from offbeat_lab.methods.tunable import TAU, tunable_of
 from offbeat_lab.results import Result, Trial, read_results
 from offbeat_lab.tuning import (
@@ -137,12 +137,17 @@ def test_best_known_settings_come_first_and_neighbours_next(
 
 @pytest.mark.parametrize("method", [*STRATEGIES])
 def test_the_best_known_settings_fit_into_every_budget(method: str) -> None:
-    """All of them are trials, and the method accepts them."""
+    """All of them are trials, and the method accepts them.
+
+    Their text is that of the strategy, so that the search does not try one of them again.
+    """
     told, _ = trials_of(method, lambda job: 1.0, LEAST_BUDGET)
     for known in tunable_of(STRATEGIES[method]).known:
         settings = {name: 6 if value == TAU else value for name, value in known.items()}
         tried = [replace(JOB.under(untuned(method, settings)), wire=known.get("wire"))]
         assert {one.label for one in tried} <= set(told)
+        for one in tried:
+            assert one.strategy in (method, str(parse_imported(one.strategy)))
 
 
 POSITIONS: dict[str, dict[str, Sequence[Any]]] = {

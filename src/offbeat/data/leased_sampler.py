@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from offbeat.arguments import require_integer
 from offbeat.data.leases import Leases, Numbers, Ranges, to_numbers, to_ranges
 from offbeat.errors import AttachError
-from offbeat.synchronizer import Synchronizer, between_steps, components_of
+from offbeat.synchronizer import Synchronizer, between_steps, components_of, meet
 
 
 class LeasedSampler(Sampler[list[int]]):
@@ -28,7 +28,7 @@ class LeasedSampler(Sampler[list[int]]):
 
     **Guarantees.** If no worker is lost, every sample is used exactly once per epoch, by one
     worker. In *elastic training* (``min_workers``) every sample is used at least once per epoch:
-    the workers wait for each other at the end of an epoch, in a ``consensus``, and train on the
+    the workers wait for each other at the end of an epoch, as in a ``consensus``, and train on the
     chunks that lost workers had taken and not completed. Some of these samples may be used
     twice; ``repeated`` counts them. If a worker is lost, its steps since the last mean are lost. A
     membership change can also make a worker skip a step. Lost steps are not repeated.
@@ -77,7 +77,7 @@ class LeasedSampler(Sampler[list[int]]):
     ``timeout_seconds``, an iteration raises a ``CommunicationError``.
 
     *Communication*: one round trip to the store for each chunk, in the background except for the
-    first one of an epoch. In elastic training also one consensus, and a few round trips for each
+    first one of an epoch. In elastic training also a barrier, and a few round trips for each
     worker, at the end of an epoch.
     """
 
@@ -280,14 +280,13 @@ class LeasedSampler(Sampler[list[int]]):
     def _agree_on_left(self, done: Ranges, whole: Numbers) -> Numbers:
         """Return the batches that lost workers have taken and not completed, equal on all workers.
 
-        In ``consensus`` this worker takes part in the rounds of the workers that still train. A
-        consensus does not prove that all workers have reached the end, because a worker may
-        evaluate in one in the middle of the epoch. The reports prove it.
+        In ``meet`` this worker takes part in the rounds of the workers that still train. It does
+        not prove that all workers have reached the end, because a worker may evaluate in a
+        consensus in the middle of the epoch. The reports prove it.
         """
         members: Collection[int] | None = None
         while (left := self._leases.agree_on_left(done, whole, members)) is None:
-            with self.sync.consensus():
-                pass
+            meet(self.sync)
             # A worker that has called ``finish`` takes no further batch: do not wait for it.
             complete = components_of(self.sync, "LeasedSampler").consensus.complete
             members = self._team.members if complete else ()

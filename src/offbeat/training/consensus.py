@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offbeat.averaging import Replica, Worker
 from offbeat.averaging.model_mean import ModelMean, copy_rank_0
-from offbeat.averaging.votes import ALSO, NO_CONSENSUS, UNAVERAGED, Round
+from offbeat.averaging.votes import ALSO, NEEDS_MEAN, NO_CONSENSUS, UNAVERAGED, Round
 from offbeat.errors import (
     AttachError,
     CheckpointError,
@@ -130,17 +130,17 @@ class Consensus:
 
     # -- consensus -------------------------------------------------------------------------------
 
-    def _wait_for_all(self, call: str, also: Replica | None = None) -> Round:
+    def _wait_for_all(self, call: str, also: Replica | None = None, bits: int = 0) -> Round:
         """Wait at a barrier until no worker takes a step. Returns the last round.
 
         Until then other workers may still take steps. Each of their rounds needs a vote of this
         worker, which the flow sends. ``call`` is the public call in ``votes.CALLS`` that this
-        worker is in.
+        worker is in, and ``bits`` are further bits of the vote.
         """
         if self._shards is not None:
             self._shards.reshard()
         worker = self._worker
-        worker.call, worker.call_bits = call, 0
+        worker.call, worker.call_bits = call, bits
         if also is not None:
             worker.call_bits += ALSO * bool(also.everything())
             worker.call_bits += UNAVERAGED * self._comparison.has_changed()
@@ -169,9 +169,29 @@ class Consensus:
 
         Returns the local values, for ``restore``.
         """
-        local = self._retry(lambda: self._show(self._wait_for_all("consensus()", also), also))
+
+        def show() -> Snapshot:
+            return self._show(self._wait_for_all("consensus()", also, NEEDS_MEAN), also)
+
+        local = self._retry(show)
         self._no_consensus = False
         return local
+
+    def meet(self, also: Replica) -> None:
+        """Wait for all workers, as ``replace_by_mean`` does. Blocks.
+
+        The model is averaged only if another worker needs the mean. It remains the local one.
+        """
+
+        def meet() -> None:
+            last = self._wait_for_all("consensus()", also)
+            if last.wait().has(NEEDS_MEAN):
+                self.restore(self._show(last, also), also)
+            else:
+                self.complete = not last.wait().is_in("finish()")
+
+        self._retry(meet)
+        self._no_consensus = False
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
         averages_also = self._compare(last, also, finishing=finishing)
@@ -237,12 +257,12 @@ class Consensus:
     def _finish(self, also: Replica, local: Sequence[Tensor]) -> None:
         team, self.ended = self._worker.team, False
         also.restore(local)  # an attempt that failed may have averaged them
-        last = self._wait_for_all("finish()", also)
+        last = self._wait_for_all("finish()", also, NEEDS_MEAN)
         while last.wait().is_in("consensus()"):
             # Some workers have entered consensus() instead: take part in it, then wait again.
             with team.account.paused():
                 self.restore(self._show(last, also, finishing=True), also)
-            last = self._wait_for_all("finish()", also)
+            last = self._wait_for_all("finish()", also, NEEDS_MEAN)
         with team.account.paused():
             averages_also = self._compare(last, also, finishing=True)
         self._average(last, also if averages_also else None, final=True)

@@ -61,7 +61,22 @@ class Tunable:
 
 
 TAU = "tau"
-_DILOCO = {"period": 4, "fragments": 4, "overlap": 1, "wire": "int2"}
+
+
+def _diloco(
+    period: int, outer_lr: float, outer_momentum: float, fragments: int = 4, overlap: int = 1
+) -> Mapping[str, Any]:
+    """Return settings of DiLoCo, in the order of its own text."""
+    return {
+        "period": period,
+        "outer_lr": outer_lr,
+        "outer_momentum": outer_momentum,
+        "fragments": fragments,
+        "overlap": overlap,
+        "wire": "int2",
+    }
+
+
 _OFFBEAT: Mapping[Any, Tunable] = {
     BSP: Tunable(known=({"wire": "int4"},)),
     LocalSGD: Tunable((Axis("period"),), ({"period": 2, "wire": "int4"},)),
@@ -80,10 +95,10 @@ _OFFBEAT: Mapping[Any, Tunable] = {
             Axis("outer_momentum", below_one=True),
         ),
         (
-            _DILOCO | {"outer_lr": 0.5, "outer_momentum": 0.5},
-            _DILOCO | {"outer_lr": 1.0, "outer_momentum": 0.0},
-            _DILOCO | {"period": 2, "fragments": 2, "outer_lr": 0.5, "outer_momentum": 0.5},
-            _DILOCO | {"period": 8, "overlap": 2, "outer_lr": 0.5, "outer_momentum": 0.75},
+            _diloco(4, 0.5, 0.5),
+            _diloco(4, 1.0, 0.0),
+            _diloco(2, 0.5, 0.5, fragments=2),
+            _diloco(8, 0.5, 0.75, overlap=2),
         ),
     ),
 }
