@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -69,11 +68,6 @@ class Watched(Communicator):
         """Numbers of operations of the training thread and of others, with those of duplicates."""
         main, background = self._counter
         return main, background
-
-    @property
-    @override
-    def control_device(self) -> torch.device:
-        return self.inner.control_device
 
     @override
     def start(

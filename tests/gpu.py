@@ -2,7 +2,8 @@
 
 It counts the kernels that Offbeat launches, and the calls in which its host would wait for the GPU.
 The host finds NaN in page-locked memory to which the GPU copies, until it waits for the GPU.
-It cannot show what kernels compute on a GPU, what they cost, or races between streams.
+It finds races between streams (``streams.py``). It cannot show what kernels compute on a GPU, or
+what they cost.
 """
 
 import math
@@ -19,12 +20,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import offbeat
 from offbeat.quantization import message
 from offbeat.quantization.block_format import BLOCK
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.kernels import land
+from streams import Stream, Streams
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = Path(offbeat.__file__).parent
@@ -40,6 +43,9 @@ class GpuTensor(Tensor):
     device = CUDA
     is_cuda, is_cpu = True, False
 
+    def record_stream(self, stream: Any) -> None:
+        gpu.streams.record(self, stream)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # a file has plain tensors
 
@@ -53,6 +59,8 @@ class GpuTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in READS or name == "cpu" or _device_in(name, args, kwargs) == "cpu":
                 gpu.note("wait", name)
+                gpu.touch([args[0]], [])
+                gpu.streams.host_waits()
                 host = args[0].as_subclass(Tensor)
                 return getattr(host, name)(*args[1:], **kwargs)
             tensors = [a for a in args if isinstance(a, Tensor) and a.dim() and a.numel()]
@@ -82,7 +90,21 @@ class _Kernels(TorchDispatchMode):
             gpu.note("wait", name)
         if not view and name not in ALLOCATIONS:
             gpu.note("kernel", name)
-        return operation(*args, **(kwargs or {}))
+        result = operation(*args, **(kwargs or {}))
+        if name in ALLOCATIONS:
+            gpu.streams.allocate(result)  # also for the network, on the stream of the caller
+        elif not view:
+            writes = [*_written(operation, args, kwargs), *tree_leaves(result)]
+            gpu.touch(tree_leaves((args, kwargs)), writes)
+        return result
+
+
+def _written(operation: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Any]:
+    """Return the arguments that an operation writes."""
+    named = dict(zip((a.name for a in operation._schema.arguments), args, strict=False))
+    named |= kwargs or {}
+    info = {a.name: a.alias_info for a in operation._schema.arguments}
+    return tree_leaves([v for n, v in named.items() if info[n] is not None and info[n].is_write])
 
 
 def _device_in(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
@@ -101,6 +123,7 @@ class Gpu:
         counts: Number of events, by kind ("kernel", "wait"), name and place.
         on: True while events are counted.
         downloads: Copies to page-locked memory that may not have ended, and their values.
+        streams: Its streams.
     """
 
     def __init__(self) -> None:
@@ -108,9 +131,11 @@ class Gpu:
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.on = False
         self.downloads: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.streams = Streams()
 
     def download(self, target: Tensor, values: Tensor) -> None:
         """Begin a copy to page-locked memory."""
+        self.touch([values], [target])
         place = target.data_ptr(), target.numel()
         self.downloads.pop(place, None)
         self.downloads[place] = target, values.as_subclass(Tensor).detach().clone()
@@ -118,6 +143,7 @@ class Gpu:
 
     def synchronize(self) -> None:
         """Complete all copies."""
+        self.streams.host_waits(everything=True)
         for target, values in self.downloads.values():
             target.copy_(values)
         self.downloads.clear()
@@ -135,15 +161,15 @@ class Gpu:
         """Count an event, if Offbeat caused it. In the background it may wait."""
         if not self.on or (kind == "wait" and threading.get_ident() not in self.training):
             return
-        frame = sys._getframe(1)
-        while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(PACKAGE):
-                folder, *_ = path.relative_to(PACKAGE).parts
-                if folder not in ELSEWHERE:
-                    self.counts[kind, name, f"{path.name}:{frame.f_lineno}"] += 1
-                return
-            frame = frame.f_back
+        folder, place = _place()
+        if folder not in ELSEWHERE and place:
+            self.counts[kind, name, place] += 1
+
+    def touch(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
+        """Note an operation on the current stream, unless the network does it for any worker."""
+        folder, place = _place()
+        if folder not in ELSEWHERE:
+            self.streams.operation(_tensors(reads), _tensors(writes), place or "the training")
 
     def total(self, kind: str) -> int:
         """Return the number of events of a kind."""
@@ -151,6 +177,27 @@ class Gpu:
 
 
 gpu = Gpu()
+
+
+def _place() -> tuple[str, str]:
+    """Return the folder and the line of Offbeat that is being executed; "" outside of Offbeat."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE):
+            folder, *_ = path.relative_to(PACKAGE).parts
+            return folder, f"{path.name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "", ""
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors on the GPU and those in page-locked memory, but no numbers."""
+    return [
+        each
+        for each in values
+        if isinstance(each, Tensor) and each.numel() and (each.is_cuda or is_pinned(each))
+    ]
 
 
 def on_gpu(tensor: Tensor) -> GpuTensor:
@@ -171,7 +218,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Let torch make and copy tensors on this GPU. Returns a new ``Gpu``."""
     global gpu
     gpu = Gpu()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", gpu.streams.current)
+    monkeypatch.setattr(torch.cuda, "stream", gpu.streams.use)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpu.streams, device))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.synchronize())
     monkeypatch.setattr(message, "triton_kernels", lambda device, precision: None)
     for name in ("empty", "zeros", "ones", "full", "tensor", "as_tensor"):
@@ -218,6 +267,8 @@ def _to(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         kwargs = {**kwargs, "copy": kwargs.get("copy") or not tensor.is_cuda}
         with gpu.in_order():
             moved = plain(host, *args, **kwargs)
+        if moved is not host:
+            gpu.touch([tensor], [on_gpu(moved)])
         return tensor if moved is host else on_gpu(moved)
 
     to.__name__ = "to"
@@ -235,6 +286,8 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         def launch(*args: Any) -> Any:
             gpu.note("kernel", function.__name__)
             launches[function.__name__] += 1
+            changed = [args[index] for index in WRITTEN[function.__name__]]
+            gpu.touch(tree_leaves(args), tree_leaves(changed))
             on, gpu.on = gpu.on, False
             try:
                 return function(*args)
@@ -247,6 +300,10 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     kernels = SimpleNamespace(make_table=list, **doubles)
     monkeypatch.setattr(message, "triton_kernels", lambda device, precision: kernels)
     return launches
+
+
+WRITTEN = {"encode": (3, 4), "add_up": (1, 2), "move": (2, 4, 5), "add": (0,)}
+"""Positions of the arguments that each kernel writes."""
 
 
 def _codec(bits: int) -> Any:

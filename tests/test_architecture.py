@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2221, 1104),
-    "src/offbeat/averaging": (3411, 1871),
+    "src/offbeat/averaging": (3408, 1868),
     "src/offbeat/checkpoint": (1004, 532),
     "src/offbeat/cli": (481, 247),
     "src/offbeat/data": (792, 386),
@@ -86,15 +86,15 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/elastic": (1705, 911),
     "src/offbeat/integrations": (303, 178),
     "src/offbeat/launcher": (786, 445),
-    "src/offbeat/nodes": (500, 282),
-    "src/offbeat/quantization": (1435, 827),
+    "src/offbeat/nodes": (501, 283),
+    "src/offbeat/quantization": (1434, 826),
     "src/offbeat/simulate": (2264, 1207),
     "src/offbeat/strategies": (1366, 512),
     "src/offbeat/training": (2479, 1404),
-    "src/offbeat/transport": (2587, 1263),
+    "src/offbeat/transport": (2613, 1278),
     "src/offbeat_lab": (9805, 5223),
     "benchmarks": (6163, 3818),
-    "tests": (35738,),
+    "tests": (36131,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -66,6 +66,7 @@ def test_the_host_does_not_wait_in_a_step(
     simulated(train, gpu, wire, policy, 1, True, stored, workers=3)
     assert [event for event in gpu.counts if event[0] == "wait"] == []
     assert gpu.counts
+    assert gpu.streams.races == []
 
 
 SIZES = [(2, 1, "float32"), (3, 1, "float32"), (2, 1, "host")]
@@ -87,6 +88,7 @@ def test_a_part_takes_at_most_ten_kernels(
     # In host memory a message has many pieces, whose squared norms are concatenated.
     assert len(gpu.counts) <= 10 + (stored == "host"), gpu.counts
     assert max(gpu.counts.values()) <= sum(launches for _, launches in found), gpu.counts
+    assert gpu.streams.races == []
     for (model, _), (expected, _) in zip(found, want, strict=True):
         assert torch.equal(model, expected)
 

@@ -31,14 +31,14 @@ def name_resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
 def test_the_interface_and_its_address_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows there is no fcntl, so the name alone."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert interface_in_use("gloo") == "lo (127.0.0.1; from GLOO_SOCKET_IFNAME)"
+    assert interface_in_use() == "lo (127.0.0.1; from GLOO_SOCKET_IFNAME)"
     monkeypatch.setattr(network_interface, "fcntl", None)
-    assert interface_in_use("gloo") == "lo (unknown address; from GLOO_SOCKET_IFNAME)"
+    assert interface_in_use() == "lo (unknown address; from GLOO_SOCKET_IFNAME)"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     name_resolves_to(monkeypatch, "127.0.3.1")
-    assert interface_in_use("gloo").startswith("? (127.0.3.1; from the host's name")
+    assert interface_in_use().startswith("? (127.0.3.1; from the host's name")
     name_resolves_to(monkeypatch, "192.0.2.1")
-    assert interface_in_use("gloo").startswith("unknown: this host's name does not resolve")
+    assert interface_in_use().startswith("unknown: this host's name does not resolve")
 
 
 def test_the_address_of_a_worker_is_that_of_the_named_interface(

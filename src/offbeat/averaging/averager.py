@@ -322,8 +322,7 @@ class Averager(Flow):
         """
         assert flight.future is not None
         worker = self.worker
-        with worker.team.communicator.waiting():  # with NCCL, reading the votes blocks
-            flight.future.wait()
+        flight.future.wait()
         if flight.buffers is not None:
             flight.buffers.wait()
         if flight.arrived_seconds is None:

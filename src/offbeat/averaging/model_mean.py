@@ -102,11 +102,10 @@ class ModelMean:
         """Start the maximum of the signed integer buffers in int64, if there are any."""
         counters = [each for each in self._replica.integer_buffers() if each.numel()]
         if counters:
-            flat, communicator = Flat(counters), self._team.communicator
-            device = communicator.control_device
-            values = torch.empty(flat.elements, dtype=torch.int64, device=device)
+            flat = Flat(counters)
+            values = torch.empty(flat.elements, dtype=torch.int64, device="cpu")
             flat.read(0, values)
-            yield flat, 0, communicator.maximum(values, what=what)
+            yield flat, 0, self._team.communicator.maximum(values, what=what)
 
 
 class BufferMean:

@@ -175,6 +175,5 @@ class Worker:
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have called this. ``what`` names the operation in errors."""
-        communicator = self.team.communicator
-        one = torch.zeros(1, dtype=torch.float32, device=communicator.control_device)
-        communicator.sum(one, what=what).wait()
+        one = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self.team.communicator.sum(one, what=what).wait()

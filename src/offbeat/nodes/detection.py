@@ -106,7 +106,8 @@ def _open_groups(
     """Return the communicators between this process's counterparts, and inside its node."""
     place, seconds = node.index(everyone.rank), everyone.timeout_seconds
     host = ThreadHost()  # shared, because one background thread waits for both communicators
-    inside_group = GroupFactory.among(group, node) if node_group == "auto" else node_group
+    parent, ranks = (group, node) if node_group == "auto" else (node_group, None)
+    inside_group = GroupFactory.among(parent, ranks, inside=True)
     inside = TorchCommunicator(inside_group, timeout_seconds=seconds, host=host)
     on_failure.callback(inside.close)
     if len(nodes) > 1:

@@ -206,12 +206,11 @@ class ExactMessage(Message):
 
             futures.append(team.communicator.sum(each, what=what).then(store))
         if vote is not None:
-            own = vote if vote.is_cuda else vote.to(team.communicator.control_device)
 
             def keep_votes(votes: list[Tensor]) -> None:
                 self.votes = [each.tolist() for each in votes]
 
-            gathering = team.communicator.gather(own, what=f"votes of {what}")
+            gathering = team.communicator.gather(vote, what=f"votes of {what}")
             futures.append(gathering.then(keep_votes))
         return All(futures)
 
@@ -257,7 +256,7 @@ class QuantizedMessage(Message):
             blocks += owners * -(-each.elements // (BLOCK * owners))
         size, self._vote_bytes = self.codec.block_bytes, 8 * vote
         self._bytes = blocks // owners * size  # that a worker owns
-        device = sections[0].stream.device if sections else wire.team.communicator.control_device
+        device = sections[0].stream.device if sections else torch.device("cpu")
         self._sent = torch.zeros(blocks, size, dtype=torch.uint8, device=device)
         self.kernels: Any = None
         if all(each.stream.dtype == torch.float32 for each in sections):

@@ -66,11 +66,6 @@ class Communicator(ABC):
         self.host = host
         self.account: Account = Account()
 
-    @property
-    def control_device(self) -> torch.device:
-        """Device for small tensors that are not model data, such as votes and lengths."""
-        return torch.device("cpu")
-
     # -- implemented by subclasses ----------------------------------------------------------------
 
     @abstractmethod
@@ -156,7 +151,7 @@ class Communicator(ABC):
     @final
     def gather_numbers(self, numbers: Sequence[float], *, what: str) -> Future[list[list[float]]]:
         """Start an all-gather in float64: the result lists every worker's numbers in rank order."""
-        own = torch.tensor(numbers, dtype=torch.float64, device=self.control_device)
+        own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return self.gather(own, what=what).then(lambda rows: [row.tolist() for row in rows])
 
     @final
@@ -201,13 +196,12 @@ class Communicator(ABC):
 
         A collective. Blocks.
         """
-        device = self.control_device
-        length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+        length = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
         lengths = [int(n.item()) for n in self.gather(length, what=what).wait()]
         padded = bytearray(payload.ljust(max(*lengths, 1), b"\0"))
-        own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        own = torch.frombuffer(padded, dtype=torch.uint8)
         received = self.gather(own, what=what).wait()
-        return [t.cpu().numpy().tobytes()[:n] for t, n in zip(received, lengths, strict=True)]
+        return [t.numpy().tobytes()[:n] for t, n in zip(received, lengths, strict=True)]
 
     @final
     def gather_values(self, value: Any, *, what: str) -> list[Any]:

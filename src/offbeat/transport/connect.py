@@ -9,7 +9,6 @@ from offbeat.errors import AttachError
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.network_interface import interface_in_use
-from offbeat.transport.torch_backend.process_groups import backends_of
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 logger = logging.getLogger("offbeat")
@@ -72,9 +71,7 @@ def open_communicator(
         return SingleCommunicator(timeout_seconds)
     communicator = TorchCommunicator(group, timeout_seconds=timeout_seconds)
     if communicator.rank == 0:
-        for backend in sorted({*backends_of(group).values()}):
-            interface = interface_in_use(backend)
-            logger.info("%d workers over %s on %s", communicator.size, backend, interface)
+        logger.info("%d workers over gloo on %s", communicator.size, interface_in_use())
     return communicator
 
 

@@ -33,8 +33,8 @@ class Future(ABC, Generic[T]):
     def wait(self) -> T:
         """Block until the operation has ended, and return its result.
 
-        For a collective with NCCL, only the current CUDA stream waits: the method may return before
-        the collective has ended.
+        For a collective with NCCL inside a node, only the current CUDA stream waits: the method may
+        return before the collective has ended.
 
         Raises:
             CommunicationError: The operation failed, or the communicator was closed.

@@ -3,11 +3,14 @@
 A worker that is busy computing therefore does not delay the second stage on the other workers. The
 second stages start in the order in which the operations were started, which is the same on all
 workers.
+
+On a GPU the background threads launch kernels on a CUDA stream of their own, the *side stream*, so
+that these kernels neither wait for the training nor delay it. Events order the two streams.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +21,6 @@ from offbeat.transport.future import Future, explained
 from offbeat.transport.host import Host, Promise
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.0005
 
 
 class Stages:
@@ -31,6 +33,7 @@ class Stages:
 
     def __init__(self, communicator: Communicator, name: str) -> None:
         self._communicator, self._name = communicator, name
+        self._side: torch.cuda.Stream | None = None
         # Fulfilled when the last second stage has started. The result is the exception of the first
         # operation that failed, or None.
         self._last: Promise[Exception | None] = communicator.host.promise()
@@ -44,17 +47,22 @@ class Stages:
         Args:
             first: Future of the first stage.
             second: Function that starts the second stage and returns its future. The background
-                thread calls it with the result of the first stage.
+                thread calls it with the result of the first stage. On a GPU its kernels begin after
+                all those that this thread has launched so far.
             what: Name of the operation.
             like: A tensor on the device of the operation.
 
         Returns:
             Future of the second stage. Its ``wait`` also raises the exception of the first stage,
-            of ``second``, or of an earlier operation that failed.
+            of ``second``, or of an earlier operation that failed. On a GPU, the current stream then
+            waits for the kernels of ``second``.
         """
         communicator, host, before = self._communicator, self._communicator.host, self._last
-        stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
-        started: Promise[Future[T] | Exception] = host.promise()
+        if like.is_cuda and self._side is None:
+            self._side = torch.cuda.Stream(like.device)
+        side = self._side if like.is_cuda else None
+        launched = None if side is None else torch.cuda.current_stream(like.device).record_event()
+        started: Promise[_Second[T] | Exception] = host.promise()
         ended: Promise[Exception | None] = host.promise()
         self._last = ended
 
@@ -64,7 +72,7 @@ class Stages:
             failure = before.result
             if failure is None:
                 try:
-                    started.fulfil(_start_second(first, second, stream, communicator))
+                    started.fulfil(_start_second(first, second, side, launched))
                 except Exception as error:  # any exception, because the main thread waits for it
                     error.__traceback__ = None  # it would keep the operation's tensors in memory
                     failure = error
@@ -75,26 +83,46 @@ class Stages:
         host.spawn(run, what=self._name)
         # Wait without a time limit here: each stage has one, and its error is more precise.
         waiting = communicator.await_promise(started, what=what, patient=True)
-        return _BothStages(waiting, host)
+        return _BothStages(waiting, host, like.device)
+
+    def settle(self) -> None:
+        """Let the current CUDA stream wait for all kernels of background threads that have ended.
+
+        Call it before tensors are freed that an abandoned second stage may use.
+        """
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+
+
+class _Second(NamedTuple, Generic[T]):
+    """A second stage that has started: its future, and the event after its kernels on a GPU."""
+
+    future: Future[T]
+    event: Any = None
 
 
 class _BothStages(Future[T]):
     """Future of an operation with two stages.
 
     Args:
-        started: Future of the promise of the future of the second stage, or of an exception.
+        started: Future of the promise of the second stage, or of an exception.
         host: Host of this worker.
+        device: Device of the operation.
     """
 
-    def __init__(self, started: Future[Future[T] | Exception], host: Host) -> None:
-        self._started, self._host = started, host
+    def __init__(
+        self, started: Future[_Second[T] | Exception], host: Host, device: torch.device
+    ) -> None:
+        self._started, self._host, self._device = started, host, device
 
     @override
     def done(self) -> bool:
         if not self._started.done():
             return False
         second = self._started.wait()
-        return isinstance(second, Exception) or second.done()
+        if isinstance(second, Exception):
+            return True
+        return second.future.done() and (second.event is None or second.event.query())
 
     @override
     def wait(self) -> T:
@@ -102,27 +130,32 @@ class _BothStages(Future[T]):
         if isinstance(second, Exception):
             # A background thread that waits passes the failure on to the training thread.
             raise second if self._host.in_background else explained(second)
-        return second.wait()
+        result = second.future.wait()
+        if second.event is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(second.event)
+            _record(result, current)
+        return result
 
 
 def _start_second(
     first: Future[Any],
     second: Callable[[Any], Future[T]],
-    stream: torch.cuda.Stream | None,
-    communicator: Communicator,
-) -> Future[T]:
-    """Wait for the first stage, then call ``second``.
+    side: torch.cuda.Stream | None,
+    launched: torch.cuda.Event | None,
+) -> _Second[T]:
+    """Wait for the first stage, then call ``second``, on the stream ``side`` of a GPU."""
+    if side is None or launched is None:
+        return _Second(second(first.wait()))
+    with torch.cuda.stream(side):
+        side.wait_event(launched)
+        result = first.wait()
+        _record(result, side)
+        return _Second(second(result), side.record_event())
 
-    ``stream`` is the CUDA stream of the thread that started the operation; None for tensors on the
-    CPU. For an NCCL operation in progress, ``wait`` would block this stream, on which the main
-    thread computes. So on a GPU the first stage is polled until it is done or the time limit has
-    passed, before ``wait`` is called.
-    """
-    if stream is None:
-        return second(first.wait())
-    host = communicator.host
-    deadline = host.now() + communicator.timeout_seconds
-    while not first.done() and host.now() < deadline:
-        host.sleep(_POLL_SECONDS, "polling the first stage of an operation")
-    with torch.cuda.stream(stream):
-        return second(first.wait())
+
+def _record(result: Any, stream: torch.cuda.Stream) -> None:
+    """Note that ``stream`` uses the tensors in ``result``, so that their memory is freed later."""
+    for each in result if isinstance(result, list) else [result]:
+        if isinstance(each, Tensor) and each.is_cuda:
+            each.record_stream(stream)

@@ -74,12 +74,16 @@ class Team:
         self.account = Account() if account is None else account
         self._replica_team: Team | None = None
         if communicator.membership is None:
-            self.enter(Generation(0, tuple(range(communicator.size)), communicator))
+            self._begin(Generation(0, tuple(range(communicator.size)), communicator))
         else:
-            self.enter(communicator.membership.generation)
+            self._begin(communicator.membership.generation)
 
     def enter(self, generation: Generation) -> None:
         """Replace the current generation, which the caller has closed, by ``generation``."""
+        self._settle()
+        self._begin(generation)
+
+    def _begin(self, generation: Generation) -> None:
         self.generation, self.members = generation.number, generation.members
         self.membership: Membership | None = generation.communicator.membership
         self.communicator = generation.communicator
@@ -170,7 +174,7 @@ class Team:
         if self.node is None:
             return list(values)
         inside = self.node.inside
-        return inside.sum(_numbers(values, inside), what="sum over a node").wait().tolist()
+        return inside.sum(_numbers(values), what="sum over a node").wait().tolist()
 
     def maximum_over_node(self, *values: float) -> list[float]:
         """Return the maximum of each value over the processes of this node.
@@ -181,17 +185,23 @@ class Team:
         if self.node is None:
             return list(values)
         inside = self.node.inside
-        largest = inside.maximum(_numbers(values, inside), what="maximum over a node")
+        largest = inside.maximum(_numbers(values), what="maximum over a node")
         with self.communicator.waiting():
-            return largest.wait().tolist()  # with NCCL, wait() returns early, and tolist() blocks
+            return largest.wait().tolist()
+
+    def _settle(self) -> None:
+        """Order the GPU's work in the background before what this thread launches from now on."""
+        for each in self.stages, self.landings:
+            each.settle()
 
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
         self.communicator.close(together=together)
+        self._settle()
         if self.node is not None:
             self.node.inside.close(together=together)
             self.node.everyone.close(together=together)
 
 
-def _numbers(values: Sequence[float], communicator: Communicator) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=communicator.control_device)
+def _numbers(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -1,4 +1,4 @@
-"""Finds the network interface and the address over which gloo and NCCL communicate.
+"""Finds the network interface and the address over which gloo communicates.
 
 They are shown to the user, because a wrong interface is a frequent reason for slow communication.
 """
@@ -82,23 +82,18 @@ def choose_interface(host: str) -> None:
                 os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def interface_in_use(backend: str) -> str:
-    """Return a text for logs: the interface, its address, and the setting that selected it.
+def interface_in_use() -> str:
+    """Return a text for logs: the interface of gloo, its address, and what selected it.
 
-    For example ``eth0 (10.0.0.1; from GLOO_SOCKET_IFNAME)``. The environment variables
-    ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` select the interface. Without them, gloo uses
-    the address to which this host's name resolves, and NCCL chooses an interface.
-
-    Args:
-        backend: "gloo" or "nccl".
+    For example ``eth0 (10.0.0.1; from GLOO_SOCKET_IFNAME)``. The environment variable
+    ``GLOO_SOCKET_IFNAME`` selects the interface. Without it, gloo uses the address to which this
+    host's name resolves.
     """
-    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    variable = "GLOO_SOCKET_IFNAME"
     named = os.environ.get(variable)
     if named:
         where = "unknown address" if fcntl is None else address_of(named) or "no IPv4 address"
         return f"{named} ({where}; from {variable})"
-    if backend != "gloo":
-        return f"chosen by {backend} ({variable} is not set)"
     if (address := _address_of_name()) is None:
         return f"unknown: this host's name does not resolve to its address (set {variable})"
     owner = next((n for _, n in socket.if_nameindex() if address_of(n) == address), "?")

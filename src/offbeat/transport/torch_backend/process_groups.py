@@ -70,8 +70,7 @@ class GroupFactory:
             OpeningError. "": no key.
 
     Attributes:
-        cpu_backend: Backend for collectives on CPU tensors. "nccl" cannot execute them.
-        backend: Backend for collectives on other tensors, "gloo" or "nccl".
+        backend: Backend for collectives on a GPU, "gloo" or "nccl". Those on the CPU use gloo.
         store: The part of the store that the latest group uses; None before the first group.
     """
 
@@ -88,7 +87,7 @@ class GroupFactory:
         abandoned_key: str = "",
     ) -> None:
         self.rank, self.size, self.lost = rank, size, lost
-        self.cpu_backend = self.backend = "gloo"
+        self.backend = "gloo"
         self.store: Any = None
         self._store, self._name, self._numbers = store, name, numbers
         self._opening_seconds, self._abandoned_key = opening_seconds, abandoned_key
@@ -97,11 +96,16 @@ class GroupFactory:
 
     @classmethod
     def among(
-        cls, group: dist.ProcessGroup | None, ranks: Sequence[int] | None = None
+        cls,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int] | None = None,
+        *,
+        inside: bool = False,
     ) -> "GroupFactory":
         """Return a factory for the members of ``group`` with these ranks in it, this one included.
 
-        None is the default group, and all of its members.
+        None is the default group, and all of its members. The new groups use gloo. If the members
+        are ``inside`` one node, collectives on a GPU use the backend of ``group``.
         """
         parent: Any = dist.group.WORLD if group is None else group
         global_ranks = dist.get_process_group_ranks(parent)
@@ -111,10 +115,9 @@ class GroupFactory:
         name = f"offbeat/{'-'.join(map(str, members))}"
         rank = ranks.index(dist.get_rank(group))
         factory = cls(store, rank, len(members), name, _numbers[members])
-        factory._members, backends = list(members), backends_of(group)
-        others = [name for device, name in backends.items() if device != "cpu"]
-        factory.backend = others[0] if others else backends["cpu"]
-        factory.cpu_backend = backends.get("cpu", factory.backend)
+        factory._members = list(members)
+        if inside:
+            factory.backend = backends_of(group).get("cuda", "gloo")
         return factory
 
     def new_store(self) -> Any:

@@ -1,6 +1,10 @@
-"""The communicator of real processes, over ``torch.distributed`` with gloo or NCCL.
+"""The communicator of real processes, over the process groups of ``torch.distributed``.
 
 It opens separate process groups, so that its operations never mix with those of the user's script.
+Workers communicate over gloo, which copies tensors of a GPU through page-locked memory. Only the
+processes of a node use NCCL with each other, if the user's group does. Between nodes NCCL would
+need kernels in the same order on all workers, keep processors of the GPU busy while it waits, and
+end the process on a failure.
 """
 
 import contextlib
@@ -61,7 +65,7 @@ class TorchCommunicator(Communicator):
             factory = GroupFactory.among(group)
         host = ThreadHost() if host is None else host
         super().__init__(factory.rank, factory.size, timeout_seconds, host)
-        self._cpu_backend, self._new_store = factory.cpu_backend, factory.new_store
+        self._new_store = factory.new_store
         self._connections = Connections(
             factory,
             host,
@@ -71,14 +75,6 @@ class TorchCommunicator(Communicator):
         )
         self._channel = self._connections.open_channel()
 
-    @property
-    @override
-    def control_device(self) -> torch.device:
-        """The current GPU if only NCCL is available, else the CPU."""
-        if self._cpu_backend == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
-
     @override
     def start(
         self, kind: Kind, tensor: Tensor, what: str, peer: int, tag: int, patient: bool
@@ -87,8 +83,7 @@ class TorchCommunicator(Communicator):
         if connections.closed:
             raise connections.error_after_close(what)
         message = kind in ("send", "receive")
-        on_cpu = tensor.is_cpu and self._cpu_backend == "gloo"
-        gloo = message or on_cpu or channel.collectives is channel.messages
+        gloo = message or tensor.is_cpu or channel.collectives is channel.messages
         operation = TorchOperation(connections, what, message=message, gloo=gloo, patient=patient)
         try:
             operation.begin(*self._launch(kind, tensor, peer, tag, gloo))
@@ -150,7 +145,7 @@ class TorchCommunicator(Communicator):
             if together and not self._connections.closed:
                 # A lost worker no longer matters.
                 with contextlib.suppress(CommunicationError), self.account.paused():
-                    one = torch.zeros(1, dtype=torch.float32, device=self.control_device)
+                    one = torch.zeros(1, dtype=torch.float32, device="cpu")
                     self.sum(one, what="the end").wait()
         finally:  # also after a Ctrl-C
             self._connections.close(together=together)
