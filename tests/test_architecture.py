@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2221, 1104),
-    "src/offbeat/averaging": (3408, 1868),
+    "src/offbeat/averaging": (3419, 1875),
     "src/offbeat/checkpoint": (1004, 532),
     "src/offbeat/cli": (481, 247),
     "src/offbeat/data": (792, 386),
@@ -91,7 +91,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/simulate": (2264, 1207),
     "src/offbeat/strategies": (1366, 512),
     "src/offbeat/training": (2479, 1404),
-    "src/offbeat/transport": (2613, 1278),
+    "src/offbeat/transport": (2614, 1279),
     "src/offbeat_lab": (9805, 5223),
     "benchmarks": (6163, 3818),
     "tests": (36131,),

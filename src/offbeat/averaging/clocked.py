@@ -49,6 +49,7 @@ class ClockedAverager(Averager):
     @override
     def start(self) -> None:
         self._alone = self.worker.size == 1  # a single worker launches nothing
+        self._memory: list[Tensor] = []  # of the shifts of a flight, one after the other
         super().start()
         # Measurements of the newest received message: time from sending to arrival and processor
         # time, both in steps; number of parts; summed votes.
@@ -188,6 +189,7 @@ class ClockedAverager(Averager):
         assert flight.future is not None
         # The thread that waits for the message must not keep this object or the worker.
         check, host, rank, details = self.rounds.check, team.host, team.rank, worker.details
+        memory = self._memory
 
         def move(_: object) -> Future[None]:
             flight.arrived_seconds, began = host.now(), host.processor_seconds()
@@ -198,7 +200,7 @@ class ClockedAverager(Averager):
             flight.sums = check(flight.message.votes)
             total = _contributors(flight.votes)
             flight.total = lambda: total
-            flight.move()
+            flight.move(memory)
             flight.background_seconds = host.processor_seconds() - began
             return Completed(None)
 
@@ -269,6 +271,7 @@ class ClockedAverager(Averager):
             self._complete(flight)
             if not flight.sums.stepping:
                 worker.record.clear()
+                self._memory.clear()
                 return Round(flight.vote, Completed(flight.sums))
             if warning is not None:
                 warning(flight.sums)

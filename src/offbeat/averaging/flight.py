@@ -179,14 +179,22 @@ class Flight:
 
     # -- landing ---------------------------------------------------------------------------------
 
-    def move(self) -> None:
-        """Move P and v, and keep Δ − u of each section in ``shifts``. For a background thread."""
-        allocate = torch.empty if self.total() else torch.zeros
-        self.shifts = [
-            allocate(len(each), dtype=each.space.x.dtype, device=each.space.x.device)
-            for each in self.sections
-        ]
-        if self.total():
+    def move(self, memory: list[Tensor]) -> None:
+        """Move P and v, and keep Δ − u of each section in ``shifts``. For a background thread.
+
+        ``memory`` is that of the ``shifts`` of earlier flights, which have landed. It grows as
+        needed. New memory for each flight would cost a page fault for every 4 kB.
+        """
+        for index, each in enumerate(self.sections):
+            x = each.space.x
+            usable = memory[index] if index < len(memory) else torch.empty(0)
+            if (usable.dtype, usable.device) != (x.dtype, x.device) or len(usable) < len(each):
+                memory[index : index + 1] = [torch.empty(len(each), dtype=x.dtype, device=x.device)]
+            self.shifts.append(memory[index][: len(each)])
+        if not self.total():
+            for shift in self.shifts:
+                shift.zero_()
+        else:
             for place, piece, step in self._pieces_and_steps():
                 self._move(place, piece, step, self._shift(place, piece))
             self._read_squares()
