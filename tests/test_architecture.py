@@ -79,7 +79,7 @@ PRIVATE_ALLOWED = {
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2221, 1104),
     "src/offbeat/averaging": (3419, 1875),
-    "src/offbeat/checkpoint": (1004, 532),
+    "src/offbeat/checkpoint": (1013, 540),
     "src/offbeat/cli": (481, 247),
     "src/offbeat/data": (792, 386),
     "src/offbeat/display": (88, 42),
@@ -93,8 +93,8 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2479, 1404),
     "src/offbeat/transport": (2614, 1279),
     "src/offbeat_lab": (9805, 5223),
-    "benchmarks": (6163, 3818),
-    "tests": (36131,),
+    "benchmarks": (6179, 3830),
+    "tests": (36152,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

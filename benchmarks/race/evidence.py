@@ -40,11 +40,10 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
     for workload, name in WORKLOADS.items():
         found[name] = tables.links(workload, folder)
         found[f"{name}, real processes"] = tables.real(workload, folder)
-        found[f"{name}, other learning rates"] = tables.rates(workload, folder)
     found |= {
         "From fast to slow links": tables.sweep(folder),
+        "Seeds that were not used before": tables.fresh(folder),
         "Sixteen workers and uneven links": tables.elsewhere(folder),
-        "Longer steps of Adam": tables.adam(folder),
         "Other trainings": tables.features(folder),
         "Skewed labels": tables.skewed(folder),
         "Uneven machines": tables.uneven(folder),
@@ -56,6 +55,9 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
 def headline(folder: Path = RESULTS) -> dict[str, str]:
     """Return the tables of ``results/headline.md``, which are too long for the page."""
     found = {name: tables.tuned(workload, folder) for workload, name in WORKLOADS.items()}
+    for workload, name in WORKLOADS.items():
+        found[f"{name}, other learning rates"] = tables.rates(workload, folder)
+    found["Longer steps of Adam"] = tables.adam(folder)
     found["Many workers"] = tables.many(folder)
     return {section: table for section, table in found.items() if table.count("\n") > 1}
 

@@ -26,6 +26,7 @@ from benchmarks.race.studies import (
     EAGER,
     FAST,
     FEATURES,
+    FRESH,
     GOOD,
     HEADLINE,
     RATES,
@@ -256,6 +257,19 @@ def elsewhere(folder: Path = RESULTS) -> str:
                 each: best_of([found[label] for label in labels[place :: len(names)]])
                 for place, each in enumerate(names)
             }
+    return _methods(columns)
+
+
+def fresh(folder: Path = RESULTS) -> str:
+    """Return the table of ``fresh``: methods × trainings and links."""
+    columns = {}
+    for workload, name in TRAININGS.items():
+        for cell in cells_of("fresh", workload, folder):
+            default, ideal, *others = runs_of(cell, folder).values()
+            names = ["ideal", "streaming, default", *(NAMES[method] for method in FRESH[1:])]
+            columns[f"{name}, {cell.link}"] = dict(
+                zip(names, (ideal, default, *others), strict=True)
+            )
     return _methods(columns)
 
 

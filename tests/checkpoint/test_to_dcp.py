@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from cells import nightly
 from loops import attach, error_of, sgd
+from offbeat.errors import CheckpointError
 from problems import make_batch, make_model, train_step
 from workers import run
 from worlds import simulated
@@ -166,3 +167,13 @@ def test_the_model_is_the_mean_and_files_that_do_not_fit_are_refused(
     shutil.copy(folder / "step-3.rank1.pt", folder / "step-5.rank1.pt")
     assert "not saved together" in refusal()
     to_dcp(folder, tmp_path / "new", step=3)
+
+
+def test_state_that_differs_between_shards_is_refused() -> None:
+    """Factors of a shard, as of Adafactor, cannot be joined to those of the whole."""
+    joined = module("offbeat.checkpoint.to_dcp")._joined
+    node = [{"layout": {"shards": {"w": 0}}, "model": {"w": torch.zeros(4, 2)}}]
+    assert joined("w", node, [torch.tensor(3.0)] * 2) == 3
+    assert joined("w", node, [torch.ones(4, 2)] * 2).shape == (8, 2)
+    with pytest.raises(CheckpointError, match="state of 'w' has neither the shape"):
+        joined("w", node, [torch.zeros(2), torch.ones(2)])

@@ -29,7 +29,8 @@ def to_dcp(checkpoints: Path, output: Path, step: int | None = None) -> int:
         The step.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or ``output`` exists.
+        CheckpointError: a file is missing or damaged, ``output`` exists, or the optimizer's state
+            cannot be joined.
     """
     files = Files(checkpoints, 0)
     key = max((key for key in files.checkpoints() if step in (None, key[0])), default=None)
@@ -78,8 +79,16 @@ def _plain(name: str) -> str:
 def _joined(name: str, node: list[Values], parts: list[Any]) -> Any:
     """Return a value of parameter ``name``, joined from the shards ``parts`` of a node's workers.
 
-    A value without the shape of the parameter, such as a step counter, is equal on all of them.
+    A value without the shape of the parameter, such as a step counter, must be equal on all.
     """
-    shards, like = node[0]["layout"]["shards"], node[0]["model"].get(name)
-    joins = name in shards and isinstance(parts[0], Tensor) and parts[0].shape == like.shape
-    return torch.cat(parts, shards[name]) if joins else parts[0]
+    shards, like, first = node[0]["layout"]["shards"], node[0]["model"].get(name), parts[0]
+    if name not in shards or not isinstance(first, Tensor):
+        return first
+    if first.shape == like.shape:
+        return torch.cat(parts, shards[name])
+    if not all(torch.equal(first, each) for each in parts):
+        raise CheckpointError(
+            f"the optimizer's state of {name!r} has neither the shape of the parameter nor equal "
+            "values on all shards, as with Adafactor: it cannot be converted"
+        )
+    return first
