@@ -2,7 +2,7 @@
 
 The double executes each operation at once. A GPU executes the operations of a stream in order, and
 those of different streams in any order that events and waits of the host allow. So every stream has
-a *vector clock*: for each stream, how many of its operations are known to have ended before. Two
+a *vector clock*: for each stream, how many of its operations end before its next one. Two
 operations on the same memory, one of which writes, must be ordered by these clocks.
 
 Memory belongs to the stream on which it was allocated. When it is freed, the next allocation on
@@ -11,7 +11,6 @@ or be known to the allocator (``record_stream``).
 """
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -89,7 +88,6 @@ class Streams:
         self.races: list[str] = []
         self._default = Stream(self)
         self._current = threading.local()
-        self._host: dict[int, Clock] = defaultdict(dict)  # what each thread has waited for
         self._memories: dict[int, _Memory] = {}
         self._freed: list[_Memory] = []
         self._lock = threading.RLock()
@@ -104,14 +102,21 @@ class Streams:
         """Make ``stream`` the current one of this thread; None changes nothing."""
         before = self.current()
         self._current.stream = stream or before
-        yield
-        self._current.stream = before
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def _host(self) -> Clock:
+        """Return what this thread has waited for."""
+        clock: Clock = self._current.__dict__.setdefault("host", {})
+        return clock
 
     def host_waits(self, *, everything: bool = False) -> None:
         """Note that this thread has waited for its current stream, or for all."""
         with self._lock:
             for stream in self.all if everything else [self.current()]:
-                join(self._host[threading.get_ident()], stream.clock)
+                join(self._host(), stream.clock)
 
     def allocate(self, tensor: Tensor) -> None:
         """Note that ``tensor`` was allocated on the current stream of this thread."""
@@ -127,7 +132,7 @@ class Streams:
         """Note an operation on the current stream of this thread."""
         with self._lock:
             stream = self.current()
-            join(stream.clock, self._host[threading.get_ident()])
+            join(stream.clock, self._host())
             self._check_freed(stream)
             stream.clock[stream.index] += 1
             use = stream.index, stream.clock[stream.index], place

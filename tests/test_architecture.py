@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2221, 1104),
-    "src/offbeat/averaging": (3419, 1875),
+    "src/offbeat/averaging": (3420, 1875),
     "src/offbeat/checkpoint": (1013, 540),
     "src/offbeat/cli": (481, 247),
     "src/offbeat/data": (792, 386),
@@ -90,11 +90,11 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/quantization": (1434, 826),
     "src/offbeat/simulate": (2264, 1207),
     "src/offbeat/strategies": (1366, 512),
-    "src/offbeat/training": (2479, 1404),
-    "src/offbeat/transport": (2614, 1279),
+    "src/offbeat/training": (2480, 1405),
+    "src/offbeat/transport": (2617, 1281),
     "src/offbeat_lab": (9805, 5223),
-    "benchmarks": (6179, 3830),
-    "tests": (36152,),
+    "benchmarks": (6193, 3839),
+    "tests": (36157,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

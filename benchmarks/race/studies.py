@@ -11,7 +11,7 @@ is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
 - ``elsewhere``: the same methods with the settings that ``headline`` chose, and the default
   settings, in virtual time: with
   16 workers, at the chosen rates and at twice these, and on uneven links, where one of the workers
-  has a fifth of the bandwidth.
+  has a fifth of the bandwidth, also with the settings that were chosen for all links so slow.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
   shaped links.
 - ``sweep``: streaming averaging with default settings on links from fast to slow, with 4 and with
@@ -62,6 +62,8 @@ MAX_SECONDS = 60.0
 NEAR, FAR = "100us", "30ms"
 """Latencies of the links."""
 LINKS = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "10Mbit/s")
+SLOW = "10Mbit/s"
+"""The slow one of uneven links."""
 SWEEP = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "30Mbit/s", "20Mbit/s", "10Mbit/s", "5Mbit/s")
 """Links of ``sweep``."""
 SWEEP_RATES = {("cnn", 4): 1, ("transformer", 4): 1, ("cnn", 16): 1, ("transformer", 16): 2}
@@ -297,16 +299,15 @@ class Cell:
                 *(at_rate("ideal", rate) for rate in MANY_IDEAL[self.workload, self.workers]),
                 *(at_rate("streaming", rate) + wire for rate in rates for wire in wires),
             ]
-        headline = replace(self, study="headline", workers=WORKERS, uneven_links=False)
-        best = fastest(read_results(headline.path(folder), trials=True), FAST, headline.seeds)
-        if missing := [method for method in HEADLINE if method not in best]:
-            raise FileNotFoundError(f"{headline.name} has no runs of {missing[0]!r}")
-        chosen = {method: next(iter(runs.values())).job for method, runs in best.items()}
+        chosen = self._chosen(folder)
         if self.study == "elsewhere":
             default = Job("").under(DEFAULT + _rate(chosen["ideal"]))
             jobs = [*(chosen[method] for method in HEADLINE), default]
             if self.workers != WORKERS:
                 jobs += [replace(job, lr_scale=2 * job.lr_scale) for job in jobs]
+            else:
+                slow = replace(self, bandwidth=SLOW)._chosen(folder)
+                jobs += [*(slow[method] for method in HEADLINE), default]
             return [job.label for job in jobs]
         if self.study == "fresh":
             return [DEFAULT, *(chosen[method].label for method in FRESH)]
@@ -316,6 +317,14 @@ class Cell:
         if self.workers != WORKERS:
             return [_real(method, chosen[method]) for method in FEW]
         return [_real(method, chosen[method]) for method in REAL]
+
+    def _chosen(self, folder: Path) -> dict[str, Job]:
+        """Return the fast settings of each method of ``headline`` on this link."""
+        headline = replace(self, study="headline", workers=WORKERS, uneven_links=False)
+        best = fastest(read_results(headline.path(folder), trials=True), FAST, headline.seeds)
+        if missing := [method for method in HEADLINE if method not in best]:
+            raise FileNotFoundError(f"{headline.name} has no runs of {missing[0]!r}")
+        return {method: next(iter(runs.values())).job for method, runs in best.items()}
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""

@@ -331,13 +331,13 @@ class Synchronizer:
             components.state.load("load_state_dict()", state)
 
 
-def meet(sync: Synchronizer) -> None:
-    """Enter and leave a consensus. It averages the model only if another worker shows the mean."""
+def pass_barrier(sync: Synchronizer) -> None:
+    """Enter and leave a consensus. It averages the model only if another worker needs the mean."""
     sync._require_active("consensus()")
     sync._iteration.require_own_model("consensus()")
     sync._consensus.check_parameters()
     with sync._recorder.paused(), _normal_mode(), sync._iteration.guard:
-        sync._consensus.meet(sync._tensors_of((), "consensus"))
+        sync._consensus.pass_barrier(sync._tensors_of((), "consensus"))
 
 
 @contextlib.contextmanager

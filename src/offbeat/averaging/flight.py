@@ -180,10 +180,11 @@ class Flight:
     # -- landing ---------------------------------------------------------------------------------
 
     def move(self, memory: list[Tensor]) -> None:
-        """Move P and v, and keep Δ − u of each section in ``shifts``. For a background thread.
+        """Apply the outer step to P and v, and keep Δ − u in ``shifts``. For a background thread.
 
-        ``memory`` is that of the ``shifts`` of earlier flights, which have landed. It grows as
-        needed. New memory for each flight would cost a page fault for every 4 kB.
+        ``memory`` has one tensor for each section, of the ``shifts`` of earlier flights, which have
+        landed. One that is missing or too short is replaced. On a CPU, new memory for each flight
+        would cost a page fault for every 4 kB. If no worker has sent an update, P stays.
         """
         for index, each in enumerate(self.sections):
             x = each.space.x

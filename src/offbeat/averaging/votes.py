@@ -24,7 +24,7 @@ CALLS = {
 ALSO = 128  # the worker averages further modules (``also=…``)
 UNAVERAGED = 256  # tensors that training does not average have changed, or are new
 NO_CONSENSUS = 512  # the worker has never called consensus()
-NEEDS_MEAN = 1024  # the worker shows the mean of the model. Without it a consensus only waits
+NEEDS_MEAN = 1024  # in consensus(): the worker needs the mean. If none does, it is not computed
 
 
 class Vote(NamedTuple):

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from offbeat.arguments import require_integer
 from offbeat.data.leases import Leases, Numbers, Ranges, to_numbers, to_ranges
 from offbeat.errors import AttachError
-from offbeat.synchronizer import Synchronizer, between_steps, components_of, meet
+from offbeat.synchronizer import Synchronizer, between_steps, components_of, pass_barrier
 
 
 class LeasedSampler(Sampler[list[int]]):
@@ -280,13 +280,13 @@ class LeasedSampler(Sampler[list[int]]):
     def _agree_on_left(self, done: Ranges, whole: Numbers) -> Numbers:
         """Return the batches that lost workers have taken and not completed, equal on all workers.
 
-        In ``meet`` this worker takes part in the rounds of the workers that still train. It does
-        not prove that all workers have reached the end, because a worker may evaluate in a
+        In ``pass_barrier`` this worker takes part in the rounds of the workers that still train. It
+        does not prove that all workers have reached the end, because a worker may evaluate in a
         consensus in the middle of the epoch. The reports prove it.
         """
         members: Collection[int] | None = None
         while (left := self._leases.agree_on_left(done, whole, members)) is None:
-            meet(self.sync)
+            pass_barrier(self.sync)
             # A worker that has called ``finish`` takes no further batch: do not wait for it.
             complete = components_of(self.sync, "LeasedSampler").consensus.complete
             members = self._team.members if complete else ()

@@ -40,7 +40,7 @@ class Consensus:
     """Swaps the local model for the mean over all workers, and back.
 
     Attributes:
-        complete: False if a worker took part in the last consensus from ``finish``.
+        complete: False if a worker took part in the last consensus while in ``finish``.
         ended: True if the model of this worker is the final mean. Other workers may not have the
             final mean yet.
     """
@@ -177,20 +177,20 @@ class Consensus:
         self._no_consensus = False
         return local
 
-    def meet(self, also: Replica) -> None:
-        """Wait for all workers, as ``replace_by_mean`` does. Blocks.
+    def pass_barrier(self, also: Replica) -> None:
+        """Enter and leave a consensus of which this worker does not need the mean. Blocks.
 
-        The model is averaged only if another worker needs the mean. It remains the local one.
+        The model is averaged only if another worker needs the mean. Afterwards it is the local one.
         """
 
-        def meet() -> None:
+        def attempt() -> None:
             last = self._wait_for_all("consensus()", also)
             if last.wait().has(NEEDS_MEAN):
                 self.restore(self._show(last, also), also)
             else:
                 self.complete = not last.wait().is_in("finish()")
 
-        self._retry(meet)
+        self._retry(attempt)
         self._no_consensus = False
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
@@ -257,12 +257,13 @@ class Consensus:
     def _finish(self, also: Replica, local: Sequence[Tensor]) -> None:
         team, self.ended = self._worker.team, False
         also.restore(local)  # an attempt that failed may have averaged them
-        last = self._wait_for_all("finish()", also, NEEDS_MEAN)
+        last = self._wait_for_all("finish()", also)
         while last.wait().is_in("consensus()"):
             # Some workers have entered consensus() instead: take part in it, then wait again.
-            with team.account.paused():
-                self.restore(self._show(last, also, finishing=True), also)
-            last = self._wait_for_all("finish()", also, NEEDS_MEAN)
+            if last.wait().has(NEEDS_MEAN):
+                with team.account.paused():
+                    self.restore(self._show(last, also, finishing=True), also)
+            last = self._wait_for_all("finish()", also)
         with team.account.paused():
             averages_also = self._compare(last, also, finishing=True)
         self._average(last, also if averages_also else None, final=True)

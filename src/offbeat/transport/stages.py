@@ -4,8 +4,9 @@ A worker that is busy computing therefore does not delay the second stage on the
 second stages start in the order in which the operations were started, which is the same on all
 workers.
 
-On a GPU the background threads launch kernels on a CUDA stream of their own, the *side stream*, so
-that these kernels neither wait for the training nor delay it. Events order the two streams.
+On a GPU the background threads launch kernels on a CUDA stream of their own, the *side stream*.
+They wait only for the kernels that the training launched before ``start``, and the training waits
+for them only when it waits for the future. Events order the two streams.
 """
 
 import math
@@ -34,8 +35,8 @@ class Stages:
     def __init__(self, communicator: Communicator, name: str) -> None:
         self._communicator, self._name = communicator, name
         self._side: torch.cuda.Stream | None = None
-        # Fulfilled when the last second stage has started. The result is the exception of the first
-        # operation that failed, or None.
+        # Fulfilled when ``second`` of the newest operation has returned or failed. The result is
+        # the exception of the first operation that failed, or None.
         self._last: Promise[Exception | None] = communicator.host.promise()
         self._last.fulfil(None)
 
@@ -48,14 +49,14 @@ class Stages:
             first: Future of the first stage.
             second: Function that starts the second stage and returns its future. The background
                 thread calls it with the result of the first stage. On a GPU its kernels begin after
-                all those that this thread has launched so far.
+                those that were launched on the caller's current stream before this call.
             what: Name of the operation.
             like: A tensor on the device of the operation.
 
         Returns:
             Future of the second stage. Its ``wait`` also raises the exception of the first stage,
-            of ``second``, or of an earlier operation that failed. On a GPU, the current stream then
-            waits for the kernels of ``second``.
+            of ``second``, or of an earlier operation that failed. On a GPU, ``wait`` makes the
+            current stream wait for the kernels of ``second``.
         """
         communicator, host, before = self._communicator, self._communicator.host, self._last
         if like.is_cuda and self._side is None:
@@ -64,7 +65,6 @@ class Stages:
         launched = None if side is None else torch.cuda.current_stream(like.device).record_event()
         started: Promise[_Second[T] | Exception] = host.promise()
         ended: Promise[Exception | None] = host.promise()
-        self._last = ended
 
         def run() -> None:
             # The thread before this one ends if a worker is lost, so this wait needs no check.
@@ -81,12 +81,13 @@ class Stages:
             ended.fulfil(failure)
 
         host.spawn(run, what=self._name)
+        self._last = ended
         # Wait without a time limit here: each stage has one, and its error is more precise.
         waiting = communicator.await_promise(started, what=what, patient=True)
         return _BothStages(waiting, host, like.device)
 
     def settle(self) -> None:
-        """Let the current CUDA stream wait for all kernels of background threads that have ended.
+        """Let the current CUDA stream wait for all kernels launched so far on the side stream.
 
         Call it before tensors are freed that an abandoned second stage may use.
         """
@@ -105,7 +106,7 @@ class _BothStages(Future[T]):
     """Future of an operation with two stages.
 
     Args:
-        started: Future of the promise of the second stage, or of an exception.
+        started: Future of the started second stage, or of the exception that prevented it.
         host: Host of this worker.
         device: Device of the operation.
     """
@@ -155,7 +156,7 @@ def _start_second(
 
 
 def _record(result: Any, stream: torch.cuda.Stream) -> None:
-    """Note that ``stream`` uses the tensors in ``result``, so that their memory is freed later."""
+    """Let no other tensor have the memory of ``result`` before ``stream`` has finished with it."""
     for each in result if isinstance(result, list) else [result]:
         if isinstance(each, Tensor) and each.is_cuda:
             each.record_stream(stream)

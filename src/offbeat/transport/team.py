@@ -196,8 +196,10 @@ class Team:
 
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
-        self.communicator.close(together=together)
-        self._settle()
+        try:
+            self.communicator.close(together=together)
+        finally:  # also after a Ctrl-C
+            self._settle()
         if self.node is not None:
             self.node.inside.close(together=together)
             self.node.everyone.close(together=together)

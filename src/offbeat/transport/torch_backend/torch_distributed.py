@@ -2,9 +2,9 @@
 
 It opens separate process groups, so that its operations never mix with those of the user's script.
 Workers communicate over gloo, which copies tensors of a GPU through page-locked memory. Only the
-processes of a node use NCCL with each other, if the user's group does. Between nodes NCCL would
-need kernels in the same order on all workers, keep processors of the GPU busy while it waits, and
-end the process on a failure.
+processes of a node use NCCL with each other, for collectives on GPU tensors, if the user's group
+does. Between workers NCCL would need kernels in the same order on all of them, occupy the GPU while
+it waits, and end the process on a failure.
 """
 
 import contextlib
