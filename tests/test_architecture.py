@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2221, 1104),
-    "src/offbeat/averaging": (3420, 1875),
+    "src/offbeat/averaging": (3421, 1876),
     "src/offbeat/checkpoint": (1013, 540),
     "src/offbeat/cli": (481, 247),
     "src/offbeat/data": (792, 386),
@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2617, 1281),
     "src/offbeat_lab": (9805, 5223),
     "benchmarks": (6193, 3839),
-    "tests": (36157,),
+    "tests": (36170,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

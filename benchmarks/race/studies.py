@@ -9,9 +9,9 @@ is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
 - ``fresh``: the ideal, the default settings and the best others of ``headline``, with five further
   seeds, on which nothing was developed.
 - ``elsewhere``: the same methods with the settings that ``headline`` chose, and the default
-  settings, in virtual time: with
-  16 workers, at the chosen rates and at twice these, and on uneven links, where one of the workers
-  has a fifth of the bandwidth, also with the settings that were chosen for all links so slow.
+  settings, in virtual time: with 16 workers, at the chosen rates and at twice these; and on uneven
+  links, where one of the workers has a fifth of the bandwidth, also with the settings that were
+  chosen for links that are all as slow as this one.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
   shaped links.
 - ``sweep``: streaming averaging with default settings on links from fast to slow, with 4 and with

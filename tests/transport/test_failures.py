@@ -17,6 +17,7 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.future import explained
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
+from offbeat.transport.torch_backend import process_groups
 from offbeat.transport.torch_backend.process_groups import GroupFactory, OpeningError, backends_of
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from transport.communicators import meet
@@ -154,6 +155,18 @@ def test_the_backend_for_each_device_is_known(
     assert backends_of(None) == backends
     monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
     assert "gloo" in backends_of(None).values() or torch.cuda.is_available()
+
+
+def choose_backends(rank: int, size: int) -> tuple[str, str]:
+    both = {"cpu": "gloo", "cuda": "nccl"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "backends_of", lambda group: both)
+        inside = GroupFactory.among(None, range(size), inside=True)
+        return GroupFactory.among(None).backend, inside.backend
+
+
+def test_only_the_processes_of_a_node_use_nccl() -> None:
+    assert run(choose_backends, workers=2) == [("gloo", "nccl")] * 2
 
 
 def be_patient(rank: int, size: int) -> Any:

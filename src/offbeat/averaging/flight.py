@@ -187,18 +187,19 @@ class Flight:
         would cost a page fault for every 4 kB. If no worker has sent an update, P stays.
         """
         for index, each in enumerate(self.sections):
-            x = each.space.x
-            usable = memory[index] if index < len(memory) else torch.empty(0)
-            if (usable.dtype, usable.device) != (x.dtype, x.device) or len(usable) < len(each):
-                memory[index : index + 1] = [torch.empty(len(each), dtype=x.dtype, device=x.device)]
-            self.shifts.append(memory[index][: len(each)])
-        if not self.total():
-            for shift in self.shifts:
-                shift.zero_()
-        else:
+            shift, x = memory[index] if index < len(memory) else None, each.space.x
+            known = shift is not None and (shift.dtype, shift.device) == (x.dtype, x.device)
+            if shift is None or not known or len(shift) < len(each):
+                shift = torch.empty(len(each), dtype=x.dtype, device=x.device)
+                memory[index : index + 1] = [shift]
+            self.shifts.append(shift[: len(each)])
+        if self.total():
             for place, piece, step in self._pieces_and_steps():
                 self._move(place, piece, step, self._shift(place, piece))
             self._read_squares()
+        else:
+            for shift in self.shifts:
+                shift.zero_()
 
     def _shift(self, place: Place, piece: Slice) -> Tensor:
         index, start = place
