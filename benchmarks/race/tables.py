@@ -168,7 +168,10 @@ def expectations(folder: Path = RESULTS) -> str:
 
 
 def _verdict(default: Runs, other: Runs, ideal: Runs, name: str) -> str:
-    """Return which of two methods gains 90 % first; "level" if the interval contains 0."""
+    """Return which of two methods gains 90 % first; "level" if the interval contains 0.
+
+    The interval is that of the other method's slowdown minus the default's.
+    """
     times = (slowdowns(runs, ideal, FAST) for runs in (default, other))
     gaps = [
         (math.inf if late is None else late) - (math.inf if early is None else early)
@@ -180,9 +183,10 @@ def _verdict(default: Runs, other: Runs, ideal: Runs, name: str) -> str:
         signs = {gap > 0 for gap in gaps}
         return f"level with {name}" if len(signs) > 1 else "default" if True in signs else name
     interval = interval_of(gaps)
+    shown = f"{interval.mean:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
     if interval.low <= 0 <= interval.high:
-        return f"level with {name}"
-    return "default" if interval.low > 0 else name
+        return f"level with {name}: {shown}"
+    return f"{'default' if interval.low > 0 else name}: {shown}"
 
 
 def _settings(runs: Runs) -> str:

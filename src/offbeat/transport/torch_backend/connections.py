@@ -344,15 +344,17 @@ class TorchOperation(Operation[Any]):
 
     @override
     def done(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        work = self._work  # another thread may set it to None
+        return work is None or work.is_completed()
 
     def failed(self) -> bool:
         """Return True for a gloo collective that has failed; False for a message and with NCCL."""
-        if self._message or not self._gloo or self._work is None:
+        work = self._work
+        if self._message or not self._gloo or work is None:
             return False
         try:
-            if self._work.is_completed():
-                self._wait()
+            if work.is_completed():
+                work.wait()
         except RuntimeError:
             return True
         return False
