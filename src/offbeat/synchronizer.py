@@ -357,13 +357,11 @@ def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
     components = components_of(sync, what)
     iteration, consensus, recorder = components.iteration, components.consensus, sync._recorder
     shown = iteration.shows_consensus
-    if components.shards is not None:
-        if shown:
-            raise AttachError(
-                f"{what} inside consensus() with a model that fully_shard has divided: no worker "
-                "would save all of it; save there with torch.distributed.checkpoint"
-            )
-        components.shards.reshard()
+    if shown and components.shards is not None:
+        raise AttachError(
+            f"{what} inside consensus() with a model that fully_shard has divided: no worker "
+            "would save all of it; save there with torch.distributed.checkpoint"
+        )
     if loads:
         iteration.require_own_model(what)
     iteration.require_step_end(what)

@@ -222,7 +222,7 @@ class Scaled:
     def __init__(self, rank: int, text: str, wire: Any = None, *, shards: bool) -> None:
         self.rank = rank
         model: nn.Module = with_statistics(rank // 2)
-        self.model = divided(model, layers=False) if shards else model
+        self.model = divided(model, layers=False, reshards=False) if shards else model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
@@ -243,6 +243,12 @@ class Scaled:
             scale = torch.tensor([self.scaler.get_scale()], dtype=torch.float64)
             trace.append(torch.cat([whole(self.model.parameters()), scale]))
         return trace
+
+    def evaluate(self) -> None:
+        """Leave modules with gathered parameters."""
+        with torch.no_grad():
+            self.model.eval()(make_batch(self.rank, 99)[0])
+        self.model.train()
 
     def end(self) -> Tensor:
         counted = self.sync.stats.steps, self.sync.stats.syncs, self.sync.stats.payload_bytes
@@ -271,10 +277,12 @@ def resumed(rank: int, size: int, rows: list[tuple[str, Any]], folder: str) -> A
         trace += [*training.steps(5, STEPS), training.end()]
         training = Scaled(rank, *row, shards=True)
         again = training.steps(0, 5)
+        training.evaluate()
         path = offbeat.save(f"{folder}/{i}", training.sync, **training.states)
         saved = torch.load(path, weights_only=True)
         training.sync.detach()
         training = Scaled(rank, *row, shards=True)
+        training.evaluate()
         loaded = offbeat.load(f"{folder}/{i}", training.sync, **training.states)
         assert loaded is not None
         again += [*training.steps(loaded.step, STEPS), training.end()]
