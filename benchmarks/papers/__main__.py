@@ -17,7 +17,7 @@ from benchmarks.papers import reproduction
 from benchmarks.papers.runs import save
 
 NAMES = (
-    *("speedup", "speedup-long", "speedup-cifar-long", "discrepancy", "distances", "exponents"),
+    *("speedup", "speedup-long", "discrepancy", "distances", "exponents"),
     *("regret", "convergence", "noniid", "delta", "choices", "curvature", "densities"),
     *("gradients", "costs", "orders", "transformer"),
 )

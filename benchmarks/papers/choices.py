@@ -4,6 +4,7 @@ The paper's δ = 0.25, on few images and many passes: ``digits`` cut to 160 imag
 1,600 images of CIFAR-10. Under DefDP, a worker has 20 and 200 of them. 8 workers.
 """
 
+import math
 import statistics
 from typing import Any
 
@@ -25,12 +26,24 @@ AGGREGATES = {"gradients": GradientSelSync, "parameters": SelSync}
 DELTA = 0.25
 
 
-def rotated(*, task: str, aggregate: str, sampler: str, passes: float, seed: int) -> Row:
-    """Train; return accuracy and loss of the mean model and of the local models, and LSSR."""
+def rotated(
+    *,
+    task: str,
+    aggregate: str,
+    sampler: str,
+    passes: float,
+    seed: int,
+    delta: float | None = DELTA,
+) -> Row:
+    """Train; return accuracy and loss of the mean model and of the local models, and LSSR.
+
+    ``delta=None`` is a threshold that is never reached.
+    """
     name, data = TASKS[task]
     recipe = find_recipe(name)
     job = Job(name, "bsp", WORKERS, epochs=passes, seed=seed, data=data, sampler=sampler)
-    strategy = AGGREGATES[aggregate](delta=DELTA, smoothing=0.16, window=25)
+    threshold = math.inf if delta is None else delta
+    strategy = AGGREGATES[aggregate](delta=threshold, smoothing=0.16, window=25)
 
     def worker() -> tuple[dict[str, float], dict[str, float]]:
         built = recipe.build(job.setup())

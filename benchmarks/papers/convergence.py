@@ -22,7 +22,7 @@ WORKERS = 8
 WITHIN = 0.01
 SETTINGS = {
     "cifar": Setting("cifar", "resnet101", WORKERS, epochs=6.0, evaluations=30),
-    "mnist": Setting("mnist", "resnet101", WORKERS, epochs=1.5, evaluations=12),
+    "mnist": Setting("mnist", "resnet101", WORKERS, epochs=1.5, evaluations=30),
 }
 SSP_SCALES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 DEFDP = " --sampler defdp"

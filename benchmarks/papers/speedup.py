@@ -6,8 +6,7 @@ over the first tenth, then a cosine. The effect of n times a rate depends on the
 for one worker is the recipe's, or a quarter of it. The studies:
 
 - ``speedup``: CIFAR-10, 1, 2 and 4 workers, 750 steps of each of 4 workers;
-- ``speedup-long``: MNIST, 1 and 4 workers, 3,750 steps of each of 4 workers;
-- ``speedup-cifar-long``: CIFAR-10, 1 and 4 workers, 3,750 steps; about half an hour.
+- ``speedup-long``: MNIST, 1 and 4 workers, 3,750 steps of each of 4 workers.
 """
 
 import statistics
@@ -53,7 +52,6 @@ class Study:
 STUDIES = {
     "": Study("cifar-decay", 6.0, (2, 4), (0.25, 1.0), 0.97),
     "long": Study("mnist-decay", 8.0, (4,), (0.25,), 0.997),
-    "cifar-long": Study("cifar-decay", 30.0, (4,), (0.25, 1.0), 0.97),
 }
 """Variant → study."""
 Runs = Mapping[int, Mapping[str, Sequence[Result]]]

@@ -76,18 +76,20 @@ def _starts(text: str, job: Job, rate: float, trials: Sequence[Result]) -> Itera
     Args:
         text: The method as the user gave it.
         job: Settings that all trials share.
-        rate: Factor on the learning rate of all trials but the first.
+        rate: The ideal's best factor on the learning rate, for all trials but the first.
         trials: Trials of the comparison so far. The caller adds each trial as it ends.
     """
     yield job.under(untuned(text))
-    for known in _known(text):
+    for settings in _known(text):
+        known = {**settings}
+        factor = rate * known.pop(_RATE.name, 1.0)
         if TAU in known.values():
             stats = trials[-1].stats[0]
             mean = stats.details.get("landing_seconds", 0.0) * stats.steps
             tau = 2 * max(1, math.ceil(mean / stats.compute_seconds))
             known = {key: tau if value == TAU else value for key, value in known.items()}
         start = job.under(untuned(text, known))
-        yield start if _RATE.name in _fixed(text) else replace(start, lr_scale=rate)
+        yield start if _RATE.name in _fixed(text) else replace(start, lr_scale=factor)
 
 
 def _axes(text: str, strategy: str) -> list[Axis]:

@@ -112,8 +112,11 @@ def test_a_diverged_trial_leads_to_smaller_rates() -> None:
         ),
         (
             "async --lr-scale 1 --wire int8",  # a mean takes 2.5 steps
-            [f"async{one} w int8" for one in (":schedule=eager", ":staleness=6", "")]
-            + [f"async:staleness={tau},schedule=eager w int8" for tau in (32, 8)],
+            [f"async:{one} w int8" for one in ("schedule=eager", "staleness=6", "staleness=2")]
+            + ["async w int8"]
+            + [f"async:staleness={tau},schedule=eager w int8" for tau in (32, 8)]
+            + [f"async:schedule=eager,outer_lr={rate} w int8" for rate in (2.0, 0.5)]
+            + ["async:schedule=eager,outer_momentum=0.5 w int8"],
         ),
         (
             "diloco:overlap=20 --lr-scale 1 --wire int8",  # excludes a period of 8
@@ -144,14 +147,17 @@ def test_the_best_known_settings_fit_into_every_budget(method: str) -> None:
     told, _ = trials_of(method, lambda job: 1.0, LEAST_BUDGET)
     for known in tunable_of(STRATEGIES[method]).known:
         settings = {name: 6 if value == TAU else value for name, value in known.items()}
-        tried = [replace(JOB.under(untuned(method, settings)), wire=known.get("wire"))]
-        assert {one.label for one in tried} <= set(told)
+        rate = settings.pop("lr_scale", JOB.lr_scale)
+        start = JOB.under(untuned(method, settings))
+        tried = [replace(start, wire=known.get("wire"), lr_scale=rate)]
+        assert {one.label.replace("--lr-scale", "x") for one in tried} <= set(told)
         for one in tried:
             assert one.strategy in (method, str(parse_imported(one.strategy)))
 
 
 POSITIONS: dict[str, dict[str, Sequence[Any]]] = {
-    "async": {"wire": WIRES, "schedule": ("cyclic", "eager"), "staleness": (2, 32)},
+    "async": {"wire": WIRES, "schedule": ("cyclic", "eager"), "staleness": (2, 32)}
+    | {"outer_momentum": (0.0, 0.5)},
     "diloco": {"outer_lr": (0.25, 2), "outer_momentum": (0, 0.875), "period": (4, 64)},
     "selsync": {"wire": WIRES[:2], "target_lssr": (0.2, 0.6, 0.975)},
     "local": {"wire": WIRES[1:], "period": (1, 4, 64)},

@@ -53,7 +53,8 @@ class Tunable:
     Attributes:
         axes: Settings of the strategy to change, in this order, besides wire and learning rate.
         known: Settings that were best so far, by name: the first trials. The value ``TAU`` stands
-            for τ = 2·⌈mean / step⌉, where "mean" is the time of a mean in the trial before.
+            for τ = 2·⌈mean / step⌉, where "mean" is the time of a mean in the trial before. A value
+            of ``lr_scale`` multiplies the ideal's best factor on the learning rate.
     """
 
     axes: tuple[Axis, ...] = ()
@@ -64,7 +65,12 @@ TAU = "tau"
 
 
 def _diloco(
-    period: int, outer_lr: float, outer_momentum: float, fragments: int = 4, overlap: int = 1
+    period: int,
+    outer_lr: float,
+    outer_momentum: float,
+    fragments: int = 4,
+    overlap: int = 1,
+    **others: Any,
 ) -> Mapping[str, Any]:
     """Return settings of DiLoCo, in the order of its own text."""
     return {
@@ -74,6 +80,7 @@ def _diloco(
         "fragments": fragments,
         "overlap": overlap,
         "wire": "int2",
+        **others,
     }
 
 
@@ -85,8 +92,15 @@ _OFFBEAT: Mapping[Any, Tunable] = {
         ({"target_lssr": 0.6, "wire": "int4"}, {"target_lssr": 0.4, "wire": "int2"}),
     ),
     AsyncAveraging: Tunable(
-        (Axis("schedule", ("cyclic", "eager")), Axis("staleness", unit=2)),
-        ({"schedule": "eager", "wire": "int2"}, {"staleness": TAU, "wire": "int2"}),
+        (
+            *(Axis("schedule", ("cyclic", "eager")), Axis("staleness", unit=2)),
+            *(Axis("outer_lr"), Axis("outer_momentum", below_one=True)),
+        ),
+        (
+            {"schedule": "eager", "wire": "int2"},
+            {"staleness": TAU, "wire": "int2"},
+            {"staleness": 2, "wire": "int2"},
+        ),
     ),
     StreamingAveraging: Tunable((Axis("outer_gain", ("auto", 1)),)),
     DiLoCo: Tunable(
@@ -99,6 +113,8 @@ _OFFBEAT: Mapping[Any, Tunable] = {
             _diloco(4, 1.0, 0.0),
             _diloco(2, 0.5, 0.5, fragments=2),
             _diloco(8, 0.5, 0.75, overlap=2),
+            _diloco(4, 0.5, 0.0, wire="int4", lr_scale=2.0),
+            _diloco(3, 0.5, 0.5, fragments=3),
         ),
     ),
 }
