@@ -42,7 +42,7 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         found[f"{name}, real processes"] = tables.real(workload, folder)
     found |= {
         "From fast to slow links": tables.sweep(folder),
-        "Seeds that were not used before": tables.fresh(folder),
+        "Seeds that were not used before": tables.ten(folder),
         "Sixteen workers and uneven links": tables.elsewhere(folder),
         "Other trainings": tables.features(folder),
         "Skewed labels": tables.skewed(folder),
@@ -57,6 +57,7 @@ def headline(folder: Path = RESULTS) -> dict[str, str]:
     found = {name: tables.tuned(workload, folder) for workload, name in WORKLOADS.items()}
     for workload, name in WORKLOADS.items():
         found[f"{name}, other learning rates"] = tables.rates(workload, folder)
+    found["Seeds that were not used before"] = tables.fresh(folder)
     found["Longer steps of Adam"] = tables.adam(folder)
     found["Many workers"] = tables.many(folder)
     return {section: table for section, table in found.items() if table.count("\n") > 1}

@@ -7,6 +7,7 @@ run of the same seed.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness import RESULTS
@@ -41,7 +42,7 @@ from benchmarks.race.studies import (
 )
 from offbeat.units import to_bandwidth
 from offbeat_lab.job import Job
-from offbeat_lab.report.intervals import MIN_SEEDS, interval_of
+from offbeat_lab.report.intervals import MIN_SEEDS, Interval, interval_of
 from offbeat_lab.results import Result, by_seed, read_results
 from offbeat_lab.timing.padding import parse_slow
 from offbeat_lab.tuning import choices
@@ -129,9 +130,7 @@ def difference_at_end(runs: Runs, ideal: Runs) -> str:
     digits = 1 if next(iter(ideal.values())).higher_is_better else 3
     if len(values) < MIN_SEEDS:
         return f"{statistics.fmean(values):+.{digits}f}"
-    interval = interval_of(values)
-    ends = f"{interval.low:+.{digits}f}, {interval.high:+.{digits}f}"
-    return f"{interval.mean:+.{digits}f} [{ends}]"
+    return _interval(interval_of(values), digits)
 
 
 def end(runs: Runs) -> str:
@@ -159,34 +158,34 @@ def expectations(folder: Path = RESULTS) -> str:
             ideal, default = tuned["ideal"], first_runs(cell, folder)["streaming"]
             others = [one for one in tuned if one not in ("ideal", "streaming")]
             best = min(others, key=lambda one: lateness(tuned[one], ideal, FAST))
-            verdict = _verdict(default, tuned[best], ideal, NAMES[best])
-            shown = [verdict, *_time_and_end(default, ideal)]
+            shown = [_verdict(default, {one: tuned[one] for one in others}, best, ideal)]
+            shown += _time_and_end(default, ideal)
             shown += [f"`{_settings(tuned[best])}`", *_time_and_end(tuned[best], ideal)]
             shown.append(summary(slowdowns(tuned[DDP], ideal, FAST)))
             lines.append(f"| {name}, {cell.link} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
-def _verdict(default: Runs, other: Runs, ideal: Runs, name: str) -> str:
-    """Return which of two methods gains 90 % first; "level" if the interval contains 0.
+def _verdict(default: Runs, others: Mapping[str, Runs], best: str, ideal: Runs) -> str:
+    """Return which method gains 90 % first, and all whose difference of time may be 0.
 
-    The interval is that of the other method's slowdown minus the default's.
+    The numbers are the slowdown of the best other method minus the default's, with the interval of
+    the paired differences.
     """
-    times = (slowdowns(runs, ideal, FAST) for runs in (default, other))
-    gaps = [
-        (math.inf if late is None else late) - (math.inf if early is None else early)
-        for early, late in zip(*times, strict=True)
-    ]
-    if any(math.isnan(gap) for gap in gaps):
-        return "neither always arrives"
-    if math.inf in map(abs, gaps):
-        signs = {gap > 0 for gap in gaps}
-        return f"level with {name}" if len(signs) > 1 else "default" if True in signs else name
-    interval = interval_of(gaps)
-    shown = f"{interval.mean:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
-    if interval.low <= 0 <= interval.high:
-        return f"level with {name}: {shown}"
-    return f"{'default' if interval.low > 0 else name}: {shown}"
+    gaps = {one: _gap(default, runs, ideal) for one, runs in others.items()}
+    gap, name = gaps[best], NAMES[best]
+    if gap is None:
+        return "default" if None not in slowdowns(default, ideal, FAST) else "not all arrive"
+    level = [NAMES[one] for one, gap in gaps.items() if gap and gap.low <= 0 <= gap.high]
+    first = f"level with {', '.join(level)}" if level else "default" if gap.low > 0 else name
+    return f"{first}; {name} {_interval(gap, 2)}"
+
+
+def _gap(default: Runs, other: Runs, ideal: Runs) -> Interval | None:
+    """Return the paired difference of two methods' slowdowns to 90 %; None if one never arrives."""
+    times = slowdowns(default, ideal, FAST), slowdowns(other, ideal, FAST)
+    gaps = [late - early for early, late in zip(*times, strict=True) if early and late]
+    return interval_of(gaps) if len(gaps) == len(times[0]) else None
 
 
 def _settings(runs: Runs) -> str:
@@ -280,6 +279,34 @@ def fresh(folder: Path = RESULTS) -> str:
                 zip(names, (ideal, default, *others), strict=True)
             )
     return _methods(columns)
+
+
+def ten(folder: Path = RESULTS) -> str:
+    """Return the table of ``headline`` and ``fresh`` together: others minus the default.
+
+    A cell has the paired differences of the time to 90 %, divided by the ideal's, and of the end.
+    """
+    names = [NAMES[method] for method in FRESH[1:]]
+    lines = _heading("training, link", "default", *(f"{name} − default" for name in names))
+    for workload, training in TRAININGS.items():
+        for cell in cells_of("fresh", workload, folder):
+            before = read_results(replace(cell, study="headline").path(folder))
+            pooled = [
+                runs | by_seed(before, next(iter(runs.values())).label)
+                for runs in runs_of(cell, folder).values()
+            ]
+            default, ideal, *others = pooled
+            shown = ["; ".join(_time_and_end(default, ideal))]
+            for other in others:
+                gap = _gap(default, other, ideal)
+                time = "never" if gap is None else _interval(gap, 2)
+                shown.append(f"{time}; {difference_at_end(other, default)}")
+            lines.append(f"| {training}, {cell.link} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _interval(one: Interval, digits: int) -> str:
+    return f"{one.mean:+.{digits}f} [{one.low:+.{digits}f}, {one.high:+.{digits}f}]"
 
 
 def real(workload: str, folder: Path = RESULTS) -> str:

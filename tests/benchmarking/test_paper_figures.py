@@ -115,10 +115,12 @@ def test_bytes_and_accuracies_of_a_data_injection_are_medians():
 
 
 def test_delta_is_shown_for_each_tenth_of_a_run():
-    """A Δ that is not defined does not count."""
-    found = delta.pieces({"change": [None, *([0.5] * 9), *([0.1] * 89), 0.3]})
-    expected = [0.5, *([0.1] * 8), 0.12]
-    assert found == [{"mean": pytest.approx(one)} for one in expected]
+    """A Δ that is not defined does not count. The accuracy rises from 0 in the first two tenths."""
+    changes = [None, *([0.5] * 9), *([0.1] * 89), 0.3]
+    points = [{"accuracy": one} for one in (0.1, 0.3, 0.5, *([0.6] * 17))]
+    found = delta.pieces({"change": changes, "points": points})
+    assert [one["mean"] for one in found] == pytest.approx([0.5, *([0.1] * 8), 0.12])
+    assert [one["gain"] for one in found] == pytest.approx([0.3, 0.3, *([0.0] * 8)])
 
 
 def test_the_minimum_of_the_convex_problem():
