@@ -181,10 +181,14 @@ EAGER = "async:schedule=eager"
 UNEVEN = ("ideal", "streaming", EAGER, "local", DILOCO)
 """Methods of ``uneven``."""
 UNEVEN_RATE = 4
-"""Factor on the learning rate of ``elastic``, of ``elastic_real`` and of the first trials of
-``uneven``. With it the ideal ends best."""
-ELASTIC = ("ideal", "streaming", EAGER, "local:period=4", "bsp")
+"""Factor on the learning rate of the first trials of ``uneven``."""
+ELASTIC = (
+    *("ideal", "streaming", f"{EAGER} --wire int2", "local:period=4 --wire int2"),
+    *("diloco:period=4,outer_lr=0.5,outer_momentum=0.5 --wire int2", "bsp --wire int4"),
+)
 """Methods of ``elastic`` and ``elastic_real``."""
+ELASTIC_RATE = 8
+"""Factor on their learning rate, with which the ideal ends best in ``uneven``."""
 SKEWED = (
     *("ideal", "streaming", "streaming:outer_gain=1", "streaming:outer_gain=1 --wire int4"),
     *("local:period=2 --wire int4", "bsp --wire int4"),
@@ -285,7 +289,7 @@ class Cell:
         if self.study == "stored":
             return [*STORED]
         if self.study.startswith("elastic"):
-            return [at_rate(method, UNEVEN_RATE) for method in ELASTIC]
+            return [at_rate(method, ELASTIC_RATE) for method in ELASTIC]
         if self.study == "adam":
             return ["ideal", *(one + end for one in CORRECTED for end in ("", UNCORRECTED))]
         if self.study == "rates":
@@ -300,8 +304,8 @@ class Cell:
                 *(at_rate("streaming", rate) + wire for rate in rates for wire in wires),
             ]
         chosen = self._chosen(folder)
+        default = Job("").under(DEFAULT + _rate(chosen["ideal"]))
         if self.study == "elsewhere":
-            default = Job("").under(DEFAULT + _rate(chosen["ideal"]))
             jobs = [*(chosen[method] for method in HEADLINE), default]
             if self.workers != WORKERS:
                 jobs += [replace(job, lr_scale=2 * job.lr_scale) for job in jobs]
@@ -310,7 +314,7 @@ class Cell:
                 jobs += [*(slow[method] for method in HEADLINE), default]
             return [job.label for job in jobs]
         if self.study == "fresh":
-            return [DEFAULT, *(chosen[method].label for method in FRESH)]
+            return [default.label, *(chosen[method].label for method in FRESH)]
         if self.study == "parts":
             rate = _rate(chosen["streaming"])
             return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]

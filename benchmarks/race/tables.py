@@ -23,8 +23,10 @@ from benchmarks.race.slowdown import (
 from benchmarks.race.studies import (
     CELLS,
     CORRECTED,
+    DEFAULT,
     DILOCO,
     EAGER,
+    ELASTIC_RATE,
     FAST,
     FEATURES,
     FRESH,
@@ -35,7 +37,6 @@ from benchmarks.race.studies import (
     SWEEP_RATES,
     UNCORRECTED,
     UNEVEN,
-    UNEVEN_RATE,
     VARIANTS,
     Cell,
     at_rate,
@@ -95,14 +96,11 @@ def runs_of(cell: Cell, folder: Path = RESULTS, share: float = FAST) -> dict[str
     return {one: found[one] for one in cell.methods(folder) if one in found}
 
 
-def first_runs(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
-    """Return the runs with the settings of each method's first trial, if they are its defaults."""
-    results = read_results(cell.path(folder), trials=True)
-    first: dict[str, str] = {}
-    for result in results:
-        if result.trial is not None:
-            first.setdefault(result.trial.method, result.label)
-    return _of_labels(results, {name: first[name] for name in cell.methods(folder)})
+def default_runs(cell: Cell, folder: Path = RESULTS) -> Runs:
+    """Return the runs with the default settings at the ideal's rate, with which it ends best."""
+    (ideal, *_) = runs_of(cell, folder)["ideal"].values()
+    label = Job("").under(at_rate(DEFAULT, ideal.job.lr_scale)).label
+    return by_seed(read_results(cell.path(folder)), label)
 
 
 def _of_labels(results: Sequence[Result], labels: dict[str, str]) -> dict[str, Runs]:
@@ -155,7 +153,7 @@ def expectations(folder: Path = RESULTS) -> str:
     for workload, name in TRAININGS.items():
         for cell in cells_of("headline", workload, folder):
             tuned = runs_of(cell, folder)
-            ideal, default = tuned["ideal"], first_runs(cell, folder)["streaming"]
+            ideal, default = tuned["ideal"], default_runs(cell, folder)
             others = [one for one in tuned if one not in ("ideal", "streaming")]
             best = min(others, key=lambda one: lateness(tuned[one], ideal, FAST))
             shown = [_verdict(default, {one: tuned[one] for one in others}, best, ideal)]
@@ -470,8 +468,8 @@ def uneven(folder: Path = RESULTS) -> str:
         names.append(", ".join(f"{1 / slow.get(rank, 1):.2g}" for rank in range(cell.workers)))
     lines = _heading("method", *(f"{one}: {of}" for one in names for of in ("90 %", "end − ideal")))
     rows = {NAMES[method]: [found[method] for found in by_cell] for method in UNEVEN}
-    first = [first_runs(cell, folder)["streaming"] for cell in cells]
-    for name, row in ({"streaming, default settings": first} | rows).items():
+    default = [default_runs(cell, folder) for cell in cells]
+    for name, row in ({"streaming, default settings": default} | rows).items():
         shown = []
         for runs, found in zip(row, by_cell, strict=True):
             ideal = found["ideal"]
@@ -492,7 +490,7 @@ def elastic(folder: Path = RESULTS) -> str:
             found = runs_of(cell, folder)
             ideal = next(runs for method, runs in found.items() if method.startswith("ideal"))
             for method, runs in found.items():
-                label = method.removesuffix(f" --lr-scale {UNEVEN_RATE}")
+                label = method.removesuffix(f" --lr-scale {ELASTIC_RATE}")
                 lines.append(f"| {name} {_whole_run(label, runs, ideal)}")
     return "\n".join(lines)
 
