@@ -199,7 +199,11 @@ class SparseLoCo(Strategy):
     name: ClassVar[str] = "sparseloco"
     tunable: ClassVar[Tunable] = Tunable(
         (*(Axis("period"), Axis("density"), Axis("outer_lr")), Axis("decay", below_one=True)),
-        ({"period": 4}, {"period": 2, "density": 0.125}),
+        (
+            {"period": 4},
+            {"period": 2, "density": 0.125},
+            {"period": 2, "density": 0.25, "decay": 0.6},
+        ),
     )
     period: int = setting(50, least=1)
     density: float = setting(1 / 64, above=0, most=1)
