@@ -83,8 +83,16 @@ def _is_complete(cell: Cell, folder: Path) -> bool:
         found = [runs_of(cell, folder, share) for share in (FAST, GOOD)]
     except FileNotFoundError:  # of the cell itself, or of that which chose its settings
         return False
-    methods = cell.methods(folder)
-    return all(len(runs.get(one, {})) == cell.seeds for runs in found for one in methods)
+    methods, results = cell.methods(folder), read_results(cell.path(folder), trials=True)
+    trials = [one for one in results if one.trial is not None]
+    chosen = [one for share in (FAST, GOOD) for one in choices(trials, share)] if trials else []
+    return all(
+        len(runs) == cell.seeds
+        for runs in (
+            *(by_share.get(one, {}) for by_share in found for one in methods),
+            *(by_seed(results, one.job.label) for one in chosen),
+        )
+    )
 
 
 def runs_of(cell: Cell, folder: Path = RESULTS, share: float = FAST) -> dict[str, Runs]:

@@ -57,7 +57,7 @@ DEFAULT_ROWS = (
     *("bsp", "bsp --wire int4", "local:period=2 --wire int4", "local:period=8"),
     *("selsync:target_lssr=0.9", "async", "streaming"),
 )
-LONG_LATENCY_ROW = "streaming --wire int4"
+LONG_LATENCY_ROW = "streaming:staleness=3"
 
 
 def _recommend(bsp: "Forecast", alone: bool, long_latency: bool) -> tuple[str, str]:
@@ -346,7 +346,8 @@ class _Setting:
         steps, time = late - min(1.0, waits), late - min(1.0, waits) * saved
         if 2 * steps > shared.bound:  # every other message has arrived before the step ends
             longer = late - min(1.0, 2 * waits) * saved
-            steps, time = shared.bound / 2, (flight + min(longer, max(flight, shared.bound))) / 2
+            second = min(longer, max(flight, math.ceil(shared.bound / 2)))
+            steps, time = shared.bound / 2, (flight + second) / 2
         return self.step * (time / steps), steps
 
 
@@ -365,13 +366,13 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
         def message(count: int) -> tuple[float, float]:
             return setting.sum(size / parts, wire, parts=count, vote=vote)
 
-        def age(count: int) -> float:
-            flight = max(1, math.ceil(message(count)[0] / setting.step + _SIZER_SLACK))
-            if count > 1 and flight > shared.bound:
-                return math.inf
-            return flight * (1 + parts / (2 * count))
-
-        count = min(range(1, parts + 1), key=age)  # as in ``averaging/pace.py``
+        # As in ``averaging/pace.py``: ⌈time⌉ of messages in steps, by their number of parts.
+        flights = {
+            count: max(1, math.ceil(message(count)[0] / setting.step + _SIZER_SLACK))
+            for count in range(1, parts + 1)
+        }
+        fits = [one for one, steps in flights.items() if steps <= max(shared.bound, flights[1])]
+        count = min(fits, key=lambda one: flights[one] * (1 + parts / (2 * one)))
         cost, sent = message(count)
         step, every = setting.on_arrival(cost, shared)
         return step, every * parts / count, sent / every

@@ -63,11 +63,20 @@ def test_the_bound_and_the_processor_time_limit_a_message() -> None:
         sizer = Sizer(16, time=Line(0.01, 0.04, known=True), cost=Line(0, cost, known=True))
         sizer.measure(0.05, 1, cost=cost)
         assert sizer.number == parts
-    # In steps, 10 + m: one part is late in any case, and of more parts at most five are not.
-    for bound, parts in ((3, 1), (16, 5)):
-        sizer = Sizer(16, bound=bound, time=Line(10.0, 1.0, known=True))
-        sizer.measure(11.0, 1)
-        assert sizer.number == parts
+    # In steps, 10 + m: of more than five parts a message is late.
+    sizer = Sizer(16, bound=16, time=Line(10.0, 1.0, known=True))
+    sizer.measure(11.0, 1)
+    assert sizer.number == 5
+
+
+def test_a_message_that_is_late_in_any_case_has_what_takes_no_more_steps() -> None:
+    """One part takes 2.4 steps, 16 take 2.8: both are rounded up to 3, and the bound is 2."""
+    sizer = Sizer(16, bound=2, time=Line(2.37, 0.03, known=True))
+    sizer.measure(2.4, 1)
+    assert sizer.number == 16
+    sizer = Sizer(16, bound=2, time=Line(2.37, 0.13, known=True))  # 3.1 with five parts
+    sizer.measure(2.5, 1)
+    assert sizer.number == 4
 
 
 def test_a_fixed_cost_of_messages_is_no_cost_of_parts() -> None:

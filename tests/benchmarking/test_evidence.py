@@ -194,6 +194,14 @@ def test_an_unfinished_cell_is_left_out(folder: Path) -> None:
     }
 
 
+def test_a_cell_whose_best_trial_has_not_run_is_left_out(folder: Path) -> None:
+    assert tables.cells_of("headline", "cnn", folder) == [CELL]
+    better = [(0.9 * seconds, metric + FASTER) for seconds, metric in CURVE]
+    trial = result("bsp --wire int4", better, seed=9, trial=tables.DDP)
+    write(CELL, folder, [*headline(), trial])
+    assert tables.cells_of("headline", "cnn", folder) == []
+
+
 def test_a_method_that_never_arrives_says_so() -> None:
     ideal = {seed: result("ideal", CURVE, seed=seed) for seed in range(3)}
     late = {seed: result("bsp", [(s, m + SLOWER) for s, m in CURVE], seed=seed) for seed in ideal}

@@ -125,7 +125,11 @@ def test_a_diverged_trial_leads_to_smaller_rates() -> None:
             + [f"diloco:outer_lr={rate},overlap=20 w int8" for rate in (1.4, 0.35)]
             + [f"diloco:outer_momentum={one},overlap=20 w int8" for one in (0.95, 0.8)],
         ),
-        ("streaming --lr-scale 1", ["streaming", "streaming w int4", "streaming:outer_gain=1"]),
+        (
+            "streaming --lr-scale 1",
+            [f"streaming{one}" for one in ("", ":staleness=3", " w int4", ":outer_gain=1")]
+            + ["streaming:staleness=16"],
+        ),
         ("downpour --lr-scale 1", ["downpour", "downpour:push_every=2"]),  # 0 is refused
         ("torch:ddp", ["torch:ddp", "torch:ddp x 2", "torch:ddp x 0.5"]),
     ],

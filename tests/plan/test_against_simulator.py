@@ -102,6 +102,10 @@ CASES = [
     Case("500k", "50ms", 4, "50Mbit/s", "150ms", "async:schedule=eager,staleness=64 --wire int8"),
     Case("2M", "120ms", 4, "240Mbit/s", "100us", "async:schedule=eager,staleness=5"),
     *cases("500k", "50ms", 4, "5Mbit/s", "100us", strategies=("streaming:staleness=16",)),
+    *(
+        Case("500k", "50ms", 4, "200Mbit/s", "60ms", f"streaming:staleness={bound}")
+        for bound in (2, 3, 4)
+    ),
     *cases("500k", "50ms", 4, "2.2Mbit/s", "100us", strategies=("streaming",)),
     *cases("500k", "50ms", 8, "18Mbit/s", "5ms", strategies=("streaming",)),
     *cases("500k", "50ms", 16, "100Mbit/s", "5ms", strategies=("bsp", "local:period=8")),

@@ -53,12 +53,12 @@ def test_a_wait_at_the_limit_does_not_change_the_advice() -> None:
         assert result.recommendation == "streaming"
 
 
-def test_long_latencies_take_int4() -> None:
-    """With int2 streaming averaging does not arrive there: docs/choosing.md."""
+def test_long_latencies_take_a_small_staleness() -> None:
+    """Without it streaming averaging ends badly there: docs/evidence.md."""
     result = plan(**{**SMALL, "latency": "120ms"})
-    assert result.recommendation == "streaming --wire int4"
-    assert texts(result)[-2:] == ["streaming", "streaming --wire int4"]
-    assert "streaming --wire int4" not in texts(plan(**SMALL))
+    assert result.recommendation == "streaming:staleness=3"
+    assert texts(result)[-2:] == ["streaming", "streaming:staleness=3"]
+    assert "streaming:staleness=3" not in texts(plan(**SMALL))
 
 
 def test_a_single_worker_never_waits() -> None:
@@ -96,7 +96,7 @@ def test_the_readme_shows_s() -> None:
     for shown, parameters, bandwidth, step_time in cases:
         result = plan(parameters=parameters, bandwidth=bandwidth, step_time=step_time, workers=8)
         assert f"{result.send_steps:.0f}" == shown
-    assert f"was measured up to {formulas.MEASURED_SEND_STEPS:g}." in text
+    assert f"up to an S of {formulas.MEASURED_SEND_STEPS:g}]" in text
 
 
 # -- the measured range ----------------------------------------------------------------------------

@@ -67,8 +67,8 @@ class Sizer:
     if it is long. So the message takes F = ⌈time⌉ + cost/(2·0.03) steps, and a worker launches one
     every I = max(F, cost/0.05) steps on average. All n parts take n/m messages, or I·n/m steps. So
     the updates of the other workers in the local model have the mean age F + I·n/(2m). The sizer
-    chooses the m with the smallest age. Unless m = 1, F must not exceed the bound on the
-    staleness, at which a worker would wait.
+    chooses the m with the smallest age of those whose F does not exceed the bound on the staleness,
+    at which a worker would wait. If one part alone exceeds it, F must not exceed that of one part.
 
     Attributes:
         parts: Number n of parts of the model.
@@ -100,7 +100,8 @@ class Sizer:
         if first:
             self.number = 2
             return
-        fits = [m for m in range(1, self.parts + 1) if m == 1 or self._flight(m) <= self.bound]
+        most = max(self.bound, self._flight(1))
+        fits = [m for m in range(1, self.parts + 1) if self._flight(m) <= most]
         self.number = min(fits, key=self.age)
 
     def age(self, number: int) -> float:

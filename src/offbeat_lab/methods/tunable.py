@@ -102,7 +102,10 @@ _OFFBEAT: Mapping[Any, Tunable] = {
             {"staleness": 2, "wire": "int2"},
         ),
     ),
-    StreamingAveraging: Tunable((Axis("outer_gain", ("auto", 1)),)),
+    StreamingAveraging: Tunable(
+        (Axis("outer_gain", ("auto", 1)), Axis("staleness", (2, 3, 4, 6, 8, 16, 64))),
+        ({}, {"staleness": 3}),
+    ),
     DiLoCo: Tunable(
         (
             *(Axis("period"), Axis("overlap"), Axis("outer_lr")),
