@@ -55,8 +55,7 @@ WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 32, 20, 0.05
 FAST, GOOD = 0.9, 0.98
 """Shares of the ideal's improvement to which slowdowns are shown. Tuning chooses by both."""
 REAL_STEP_SECONDS = 0.05
-"""Time up to which four real workers sleep in each step. It is longer than their computing. More
-workers share the same cores, so their time is longer in proportion."""
+"""Time up to which real workers sleep in each step. It is longer than their computing."""
 MAX_SECONDS = 60.0
 """Time limit of a run on real processes, more than twice what the ideal takes."""
 NEAR, FAR = "100us", "30ms"
@@ -125,8 +124,6 @@ HEADLINE = (
 """Methods of ``headline``. ``bsp --wire float32`` is DDP with all gradients in one bucket."""
 REAL = ("ideal", "streaming", "async", "selsync", DILOCO, "local", "bsp", "bsp --wire float32")
 """Methods of ``real``."""
-FEW = ("ideal", "streaming", "bsp --wire float32")
-"""Methods of ``real`` with more than four workers."""
 PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
 """Method of ``headline`` → torch's own code for it, which runs in its place on real processes."""
 LEAST_PERIOD = 2
@@ -260,8 +257,7 @@ class Cell:
         """Number of seeds."""
         if self.workers >= 64:  # a run takes many minutes
             return 1
-        main = self.study in ("headline", "fresh", "real") and self.workers == WORKERS
-        return 5 if main else 3
+        return 5 if self.study in ("headline", "fresh", "real") else 3
 
     @property
     def trials(self) -> int | None:
@@ -318,8 +314,6 @@ class Cell:
         if self.study == "parts":
             rate = _rate(chosen["streaming"])
             return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]
-        if self.workers != WORKERS:
-            return [_real(method, chosen[method]) for method in FEW]
         return [_real(method, chosen[method]) for method in REAL]
 
     def _chosen(self, folder: Path) -> dict[str, Job]:
@@ -346,8 +340,7 @@ class Cell:
             return replace(job, **self._elastic(seconds), step_seconds=seconds, jitter=JITTER)
         if self.study != "real":
             return job
-        seconds = REAL_STEP_SECONDS * self.workers / WORKERS
-        return replace(job, step_seconds=seconds, max_seconds=MAX_SECONDS)
+        return replace(job, step_seconds=REAL_STEP_SECONDS, max_seconds=MAX_SECONDS)
 
     def _elastic(self, step_seconds: float) -> dict[str, Any]:
         """Return the settings of a job whose last worker dies. Another one joins later."""
@@ -403,7 +396,6 @@ CELLS = (
     *(Cell("elsewhere", name, "50Mbit/s", uneven_links=True) for name in ("cnn", "transformer")),
     *(Cell("fresh", name, link) for link in LINKS for name in ("cnn", "transformer")),
     *(Cell("real", name, link) for name in ("cnn", "transformer") for link in LINKS),
-    Cell("real", "transformer", "200Mbit/s", workers=8),
     *(Cell("sweep", name, link, workers=many) for name, many in SWEEP_RATES for link in SWEEP),
     *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
     Cell("adam", "transformer", "50Mbit/s"),
