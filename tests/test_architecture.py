@@ -77,8 +77,8 @@ PRIVATE_ALLOWED = {
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2221, 1104),
-    "src/offbeat/averaging": (3421, 1876),
+    "src/offbeat": (2220, 1103),
+    "src/offbeat/averaging": (3422, 1877),
     "src/offbeat/checkpoint": (1013, 540),
     "src/offbeat/cli": (481, 247),
     "src/offbeat/data": (792, 386),
@@ -91,10 +91,10 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/simulate": (2264, 1207),
     "src/offbeat/strategies": (1366, 512),
     "src/offbeat/training": (2480, 1405),
-    "src/offbeat/transport": (2617, 1281),
-    "src/offbeat_lab": (9805, 5223),
-    "benchmarks": (6193, 3839),
-    "tests": (36170,),
+    "src/offbeat/transport": (2619, 1283),
+    "src/offbeat_lab": (9830, 5247),
+    "benchmarks": (6259, 3881),
+    "tests": (36218,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

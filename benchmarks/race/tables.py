@@ -182,8 +182,10 @@ def _verdict(default: Runs, others: Mapping[str, Runs], best: str, ideal: Runs) 
     gap, name = gaps[best], NAMES[best]
     if gap is None:
         return "default" if None not in slowdowns(default, ideal, FAST) else "not all arrive"
+    if gap.high < 0:
+        return f"{name}: {_interval(gap, 2)}"
     level = [NAMES[one] for one, gap in gaps.items() if gap and gap.low <= 0 <= gap.high]
-    first = f"level with {', '.join(level)}" if level else "default" if gap.low > 0 else name
+    first = f"level with {', '.join(level)}" if level else "default"
     return f"{first}; {name} {_interval(gap, 2)}"
 
 
