@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2220, 1103),
-    "src/offbeat/averaging": (3422, 1877),
+    "src/offbeat/averaging": (3423, 1877),
     "src/offbeat/checkpoint": (1013, 540),
     "src/offbeat/cli": (481, 247),
     "src/offbeat/data": (792, 386),
@@ -93,7 +93,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/training": (2480, 1405),
     "src/offbeat/transport": (2619, 1283),
     "src/offbeat_lab": (9830, 5247),
-    "benchmarks": (6259, 3881),
+    "benchmarks": (6262, 3882),
     "tests": (36218,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line

@@ -4,9 +4,9 @@ The CNN on CIFAR-10 of ``convergence``, 8 workers. Figure 5: is Δ, recorded at 
 run (SelSync with δ = 0), large while the accuracy rises, and small afterwards? Figure 6: SelSync
 with δ up to 0.5, and with a δ that is never reached. Figure 10: gradients are averaged instead.
 
-Accuracies are the best of a run, as in ``convergence``. If gradients are averaged, or nothing is,
-the workers' models differ, and their mean model is no measure. So Figure 10 and the δ that is never
-reached have the mean of the accuracies that the workers' own models have at the end.
+Accuracies are the best of a run, as in ``convergence``. If gradients are averaged, or nothing, the
+workers' models differ, and their mean model may be far worse than each. So Figure 10 and the δ that
+is never reached have the mean of the accuracies that the workers' own models have at the end.
 """
 
 import json
@@ -60,7 +60,7 @@ def _finite(value: Any) -> bool:
 
 
 def pieces(row: Row) -> list[dict[str, float]]:
-    """Return the mean Δ of each tenth of the run, and by how much the accuracy rises in it."""
+    """Return the mean Δ of each tenth of the run, and the rise of the accuracy in it, from 0 on."""
     steps, found, before = len(row["change"]), [], 0.0
     for i in range(PIECES):
         changes = row["change"][steps * i // PIECES : steps * (i + 1) // PIECES]
@@ -88,7 +88,7 @@ def draw(data: dict[str, Any]) -> None:
     """Draw Δ and accuracy over the steps, and LSSR and accuracy over δ."""
     with small_figure("papers-delta", "", "", of=2) as (left, right):
         row = data["recorded"][0]
-        changes = [one or math.nan for one in row["change"]]
+        changes = [math.nan if one is None else one for one in row["change"]]
         left.plot(range(1, len(changes) + 1), changes, lw=0.6, label="Δ of worker 0 (BSP)")
         xs, ys = ([one[key] for one in row["points"]] for key in ("step", "accuracy"))
         left.plot(xs, ys, label="test accuracy")

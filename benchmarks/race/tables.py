@@ -105,7 +105,7 @@ def runs_of(cell: Cell, folder: Path = RESULTS, share: float = FAST) -> dict[str
 
 
 def default_runs(cell: Cell, folder: Path = RESULTS) -> Runs:
-    """Return the runs with the default settings at the ideal's rate, with which it ends best."""
+    """Return the runs with the default settings, at the rate at which the ideal ends best."""
     (ideal, *_) = runs_of(cell, folder)["ideal"].values()
     label = Job("").under(at_rate(DEFAULT, ideal.job.lr_scale)).label
     return by_seed(read_results(cell.path(folder)), label)
@@ -173,15 +173,17 @@ def expectations(folder: Path = RESULTS) -> str:
 
 
 def _verdict(default: Runs, others: Mapping[str, Runs], best: str, ideal: Runs) -> str:
-    """Return which method gains 90 % first, and all whose difference of time may be 0.
+    """Return the name of the best other method if it gains 90 % before the default.
 
-    The numbers are the slowdown of the best other method minus the default's, with the interval of
-    the paired differences.
+    Otherwise return all methods that are level with the default, whose difference of time may be 0,
+    or "default". The numbers are the slowdown of the best other method minus the default's, with
+    the interval of the paired differences: below 0 it is faster.
     """
     gaps = {one: _gap(default, runs, ideal) for one, runs in others.items()}
     gap, name = gaps[best], NAMES[best]
     if gap is None:
-        return "default" if None not in slowdowns(default, ideal, FAST) else "not all arrive"
+        arrived = [slowdowns(runs, ideal, FAST).count(None) for runs in (default, others[best])]
+        return f"default {arrived[0]}, {name} {arrived[1]} do not arrive"
     if gap.high < 0:
         return f"{name}: {_interval(gap, 2)}"
     level = [NAMES[one] for one, gap in gaps.items() if gap and gap.low <= 0 <= gap.high]
@@ -190,7 +192,7 @@ def _verdict(default: Runs, others: Mapping[str, Runs], best: str, ideal: Runs) 
 
 
 def _gap(default: Runs, other: Runs, ideal: Runs) -> Interval | None:
-    """Return the paired difference of two methods' slowdowns to 90 %; None if one never arrives."""
+    """Return the paired difference of two methods' slowdowns to 90 %; None if a run never does."""
     times = slowdowns(default, ideal, FAST), slowdowns(other, ideal, FAST)
     gaps = [late - early for early, late in zip(*times, strict=True) if early and late]
     return interval_of(gaps) if len(gaps) == len(times[0]) else None
@@ -290,9 +292,10 @@ def fresh(folder: Path = RESULTS) -> str:
 
 
 def ten(folder: Path = RESULTS) -> str:
-    """Return the table of ``headline`` and ``fresh`` together: others minus the default.
+    """Return the table of ``headline`` and ``fresh`` together.
 
-    A cell has the paired differences of the time to 90 %, divided by the ideal's, and of the end.
+    The column of the default compares it with the ideal. The others have a method minus the
+    default: the paired differences of the time to 90 %, divided by the ideal's, and of the end.
     """
     names = [NAMES[method] for method in FRESH[1:]]
     lines = _heading("training, link", "default", *(f"{name} − default" for name in names))
@@ -307,7 +310,7 @@ def ten(folder: Path = RESULTS) -> str:
             shown = ["; ".join(_time_and_end(default, ideal))]
             for other in others:
                 gap = _gap(default, other, ideal)
-                time = "never" if gap is None else _interval(gap, 2)
+                time = "not all arrive" if gap is None else _interval(gap, 2)
                 shown.append(f"{time}; {difference_at_end(other, default)}")
             lines.append(f"| {training}, {cell.link} | {' | '.join(shown)} |")
     return "\n".join(lines)

@@ -64,18 +64,19 @@ class Sizer:
 
     A message with m parts lands at the end of a step; 0.1 steps are kept free. About half of its
     processor time is packing and adding by the training thread, which takes several step boundaries
-    if it is long. So the message takes F = ⌈time⌉ + cost/(2·0.03) steps, and a worker launches one
-    every I = max(F, cost/0.05) steps on average. All n parts take n/m messages, or I·n/m steps. So
-    the updates of the other workers in the local model have the mean age F + I·n/(2m). The sizer
-    chooses the m with the smallest age of those whose F does not exceed the bound on the staleness,
-    at which a worker would wait. If one part alone exceeds it, F must not exceed that of one part.
+    if it is long. So the message takes F = max(1, ⌈time + 0.1⌉) + ⌊cost/(2·0.03)⌋ steps, and a
+    worker launches one every I = max(F, cost/0.05) steps on average. All n parts take n/m messages,
+    or I·n/m steps. Updates are F steps old when they land, and then wait for half of that time on
+    average. So the updates of the other workers in the local model have the mean age F + I·n/(2m).
+    The sizer chooses the m with the smallest age. F may be at most the bound on the staleness, at
+    which a worker would wait, or the F of one part if that is larger.
 
     Attributes:
         parts: Number n of parts of the model.
         number: Number m of parts in the next message.
-        bound: Bound on the staleness.
-        time: Time from sending to arrival of a message.
-        cost: Processor time of a message on the worker that spends most.
+        bound: Bound on the staleness, in steps.
+        time: Model of the time from sending to arrival of a message.
+        cost: Model of its processor time on the worker that spends most.
     """
 
     parts: int
@@ -86,7 +87,7 @@ class Sizer:
 
     @property
     def expected_steps(self) -> float:
-        """Expected time of the next message, in steps. Infinite before the first measurements."""
+        """Expected time of the next message, in steps. Infinite until ``time.known``."""
         return self.time.at(self.number) if self.time.known else math.inf
 
     def measure(self, steps: float, number: int, cost: float = 0.0) -> None:
