@@ -94,7 +94,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2619, 1283),
     "src/offbeat_lab": (9830, 5247),
     "benchmarks": (6262, 3882),
-    "tests": (36218,),
+    "tests": (36227,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -210,6 +210,15 @@ def test_a_method_that_never_arrives_says_so() -> None:
     assert slowdowns(late, ideal, 0.98) == [1.0, None, None]
 
 
+def test_a_method_that_does_not_always_arrive_has_no_difference_of_time() -> None:
+    ideal = {seed: result("ideal", CURVE, seed=seed) for seed in range(3)}
+    late = {seed: result("bsp", [(s, m - 0.1) for s, m in CURVE], seed=seed) for seed in ideal}
+    late[0] = ideal[0]
+    for default, other, missing in ((ideal, late, (0, 2)), (late, ideal, (2, 0))):
+        found = tables._verdict(default, {tables.DDP: other}, tables.DDP, ideal)
+        assert found == f"default {missing[0]}, DDP {missing[1]} do not arrive"
+
+
 def test_a_section_without_a_table_is_refused(folder: Path) -> None:
     sections = evidence.sections(folder)
     with pytest.raises(ValueError, match="no section 'What to expect'"):
