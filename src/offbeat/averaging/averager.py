@@ -435,10 +435,13 @@ class Averager(Flow):
 
     def consensus_weights(self, last: Round) -> tuple[float, float]:
         """Return this worker's weight in a consensus, and the sum of all workers' weights."""
-        if self.precision is not None or self.averages.error_feedback:
-            # x − P may contain earlier changes even on a worker without new steps.
+        total = last.wait().weight
+        feedback = self.precision is not None or self.averages.error_feedback
+        if feedback or not (total or self.averages.blocking):
+            # Without new steps x may differ from P: by quantization errors, or by the rounding of
+            # x + Δ − u.
             return 1.0, float(self.worker.size)
-        return last.own.weight, last.wait().weight
+        return last.own.weight, total
 
     @override
     def before_save(self) -> None:
