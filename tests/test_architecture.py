@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2220, 1103),
-    "src/offbeat/averaging": (3423, 1877),
+    "src/offbeat/averaging": (3426, 1879),
     "src/offbeat/checkpoint": (1013, 540),
     "src/offbeat/cli": (481, 247),
     "src/offbeat/data": (792, 386),
@@ -89,12 +89,12 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/nodes": (501, 283),
     "src/offbeat/quantization": (1434, 826),
     "src/offbeat/simulate": (2264, 1207),
-    "src/offbeat/strategies": (1366, 512),
-    "src/offbeat/training": (2480, 1405),
+    "src/offbeat/strategies": (1374, 514),
+    "src/offbeat/training": (2481, 1406),
     "src/offbeat/transport": (2619, 1283),
     "src/offbeat_lab": (9830, 5247),
-    "benchmarks": (6262, 3882),
-    "tests": (36227,),
+    "benchmarks": (6261, 3882),
+    "tests": (36238,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

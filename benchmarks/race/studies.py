@@ -145,10 +145,9 @@ RATES = {
 UNCORRECTED = " --adam-correction off"
 VARIANTS = {
     "cnn": ("ideal", "streaming", "streaming:outer_gain=1"),
-    "transformer": ("ideal", "streaming", f"streaming{UNCORRECTED}"),
+    "transformer": ("ideal", "streaming", "streaming:outer_gain=1"),
 }
-"""Methods of ``rates``: the ideal, the default, and the default without the outer gain or without
-longer steps of Adam."""
+"""Methods of ``rates``: the ideal, the default, and the default without an outer gain."""
 MANY = {
     ("mnist", "50Mbit/s", 16, 1): (4,),
     ("mnist", "50Mbit/s", 64, 1): (4, 8),

@@ -374,7 +374,9 @@ class Streaming(Reference):
         self.launched = [0.0] * parts  # the workers' mean step at the last launch of each part
         self.flights: list[Flight] = []
         self.squares = torch.zeros(2, self.size, dtype=torch.float64)  # of u and D, by worker
-        self.factors = [1.0] * self.size  # on the learning rates of SGD
+        # Factors on the learning rates of SGD.
+        lookahead = outer_gain if outer_gain is not None and self.size > 1 else 1.0
+        self.factors = [1 / min(lookahead, 1.0)] * self.size
 
     def local_step(self, n: int) -> None:
         (group,) = self.sim.optimizers[n].param_groups
@@ -425,7 +427,8 @@ class Streaming(Reference):
         fade = math.exp((self.launched[part] - step) / 50)
         self.launched[part] = step
         mean = sum(sent) / sum(weights)
-        self.flights.append(Flight(part, self.time, mean, sent, (fade, (gain - 1) * (1 - fade))))
+        outer = (fade, (gain - 1) * (1 - fade)) if gain > 1 else (0.0, gain - 1)
+        self.flights.append(Flight(part, self.time, mean, sent, outer))
         self.news[part] = [False] * self.size
         self.launches += 1
         self.numbers += mean.numel()

@@ -90,6 +90,10 @@ TO_TRAIN_WITH = [
         partial(Streaming, parts=2, staleness=10, outer_gain=2.0),
     ),
     Row(
+        "streaming:parts=3,schedule=cyclic,staleness=4,outer_gain=0.5",
+        partial(Streaming, parts=3, staleness=4, outer_gain=0.5),
+    ),
+    Row(
         "diloco:period=5",
         partial(DiLoCo, period=5),
         alone="diloco:period=3,outer_lr=1.0,outer_momentum=0.0",

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat import DiLoCo, SelSync, StreamingAveraging
-from offbeat.strategies.base import GlobalModel, Outer, Strategy, WorkerView
+from offbeat.strategies.base import GlobalModel, Strategy, WorkerView
 from offbeat.strategies.trigger import RelativeChange, ThresholdController
 from strategies.decisions import UNREAD, Workers, summed_votes
 
@@ -25,10 +25,6 @@ from strategies.decisions import UNREAD, Workers, summed_votes
     [
         (lambda: GlobalModel(parts=0), "parts must be at least 1, got 0"),
         (lambda: GlobalModel(lands=-1), 'lands must be at least 0, or "arrived"; got -1'),
-        (
-            lambda: GlobalModel(error_feedback=True, outer=Outer(0.7)),
-            r"error_feedback requires an outer learning rate of 1.*got lr=0\.7",
-        ),
     ],
 )
 def test_impossible_shared_models_are_refused(make: Callable[[], object], message: str) -> None:

@@ -150,7 +150,7 @@ WRONG_VALUES = {
     "streaming:parts=0": "parts must be at least 1, got 0",
     "streaming:parts=1025": "parts must be at most 1024, got 1025",
     "streaming:parts=many": "parts must be \"auto\", got 'many'",
-    "streaming:outer_gain=0.5": "outer_gain must be finite and at least 1, got 0.5",
+    "streaming:outer_gain=0.05": "outer_gain must be finite and at least 0.1, got 0.05",
 }
 
 

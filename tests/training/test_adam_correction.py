@@ -24,7 +24,9 @@ ADAMS = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
     "tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), weight_decay=0.1),
 }
-LOCAL = "local:period=1000"  # nothing is averaged, so that a test sees local steps
+# Nothing is averaged, so that a test sees local steps.
+LOCAL = "local:period=1000"
+LOOKAHEAD = "streaming:parts=1,schedule=cyclic,staleness=2000"
 
 
 # -- the factor -----------------------------------------------------------------------------------
@@ -80,14 +82,14 @@ def test_the_factor_of_useless_moments_is_one(
 # -- steps ----------------------------------------------------------------------------------------
 
 
-def step_with(rank: int, size: int, kind: str, factor: float) -> None:
+def step_with(rank: int, size: int, kind: str, factor: float, strategy: str, longer: float) -> None:
     model = make_model(seed=rank)
     optimizer = ADAMS[kind](model.parameters())
-    sync = attach(model, optimizer, LOCAL, adam_correction=True)
+    sync = attach(model, optimizer, strategy, adam_correction=True)
     duplicate = copy.deepcopy(model)
     reference = ADAMS[kind](duplicate.parameters())
     group = reference.param_groups[0]
-    group["lr"] = group["lr"] * factor
+    group["lr"] = group["lr"] * factor * longer
     if group["decoupled_weight_decay"]:
         group["weight_decay"] /= factor
     before = copy.deepcopy(optimizer.param_groups[0]["lr"])
@@ -103,7 +105,13 @@ def step_with(rank: int, size: int, kind: str, factor: float) -> None:
 
 @pytest.mark.parametrize("kind", ADAMS)
 def test_a_step_has_the_longer_learning_rate_and_the_same_decoupled_decay(kind: str) -> None:
-    run(step_with, kind, 1.75, workers=2)
+    run(step_with, kind, 1.75, LOCAL, 1.0, workers=2)
+
+
+def test_streaming_averaging_doubles_the_steps_with_their_decay() -> None:
+    """Its outer gain is ½, so the global model moves as far. A worker alone takes usual steps."""
+    run(step_with, "adamw", 1.75, LOOKAHEAD, 2.0, workers=2)
+    run(step_with, "adamw", 1.0, LOOKAHEAD, 1.0, workers=1)
 
 
 def measured(rank: int, size: int) -> Any:
@@ -273,7 +281,7 @@ def test_it_is_on_if_adam_trains_and_models_are_averaged(
 
     for found, strategy in run(worker, workers=2):
         assert found == active
-        assert ("outer_gain=1.0" in strategy) == (active and text == "streaming")
+        assert ("outer_gain=0.5" in strategy) == (active and text == "streaming")
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,8 @@ class GlobalModel:
         gradient_norm: True: the flow measures ``gradient_norm_squared`` of ``WorkerView`` in every
             step.
         error_feedback: True: the flow measures ``squares`` of ``WorkerView``, and if ``outer`` has
-            momentum, it calls ``outer_step`` for each launch. Requires ``outer.lr`` = 1. Despite
-            its name it does not switch error feedback, which every quantized ``wire`` has.
+            momentum, it calls ``outer_step`` for each launch. Despite its name it does not switch
+            error feedback, which every quantized ``wire`` has.
     """
 
     parts: int | Callable[[int], int] = 1
@@ -99,11 +99,6 @@ class GlobalModel:
             raise ValueError(f"parts must be at least 1, got {self.parts}")
         if self.lands != "arrived" and self.lands < 0:
             raise ValueError(f'lands must be at least 0, or "arrived"; got {self.lands!r}')
-        if self.error_feedback and self.outer.lr != 1:
-            raise ValueError(
-                f"error_feedback requires an outer learning rate of 1, got lr={self.outer.lr}. Use "
-                "momentum instead, whose factors outer_step() returns"
-            )
         if self.stored == "bfloat16" and not (self.outer.plain and self.lands):
             raise ValueError(
                 'stored="bfloat16" requires the default outer step, and lands other than 0: the '

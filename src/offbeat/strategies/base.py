@@ -128,7 +128,8 @@ class WorkerView:
         stepping: True if this worker takes a step in the current round. False if it waits for the
             other workers, for example in ``Synchronizer.finish`` or ``consensus``.
         state: The object that ``state()`` returned.
-        lr_factor: Factor on the learning rates in this worker's next steps of SGD optimizers.
+        lr_factor: Factor on the learning rates in this worker's next steps of SGD, and of Adam if
+            ``adam_correction`` applies.
         count: Number of parts (common).
         launches: Number of launches in this generation (common; with ``lands="arrived"`` only in
             ``decide`` and ``outer_step``).

@@ -26,6 +26,7 @@ _USUAL_PARTS = 16
 _MOST_PARTS = 1024
 
 _PATIENCE = 0.05
+_LOOKAHEAD = 0.5  # G with Adam: of 0.25, 0.5, 0.7 and 1 it ended best
 _MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
 
 
@@ -71,6 +72,10 @@ class StreamingAveraging(Strategy):
     rate of its local steps of SGD by √G, where G contains its own ‖u‖² in place of the mean.
     Shorter local steps also keep the local models close to each other.
 
+    With Adam the opposite ends better: G = ½, and each local step is 1/G = 2 times as long. P moves
+    as far as with G = 1. This is the outer step of Lookahead (Zhang et al., 2019), and there is no
+    v: Δ = G·D.
+
     ``schedule="eager"``: the parts take turns. A *message* contains the updates of one or several
     parts, and each worker has at most one message in flight. The message lands at the end of the
     local step in which its sum arrives, and the worker launches the next one at once. The sum
@@ -96,10 +101,10 @@ class StreamingAveraging(Strategy):
         patience: Largest share of the training time (0 to 0.5) for which a worker waits for
             messages that are about to arrive, at most one step each. 0: it waits only if its
             staleness is τ. Requires the eager schedule.
-        outer_gain: G ≥ 1, or "auto": the formula above. With ``adam_correction`` of ``attach``
-            "auto" is 1, because longer local steps already make up for the shorter mean. With 1
-            there is no v. Only "auto" divides the learning rates of SGD.
-
+        outer_gain: G ≥ 0.1, or "auto": ½ with ``adam_correction`` of ``attach``, which already
+            makes up for the shorter mean; otherwise the formula of G ≥ 1. Below 1 each local step
+            of SGD and of a corrected Adam is 1/G times as long. Above 1 only "auto" shortens the
+            steps, of SGD. Up to 1 there is no v.
         stored: Dtype of P: "float32" (float64 for such a model), or "bfloat16", which takes half
             the memory (docs/quantization.md has the cost) and requires ``outer_gain=1``. With
             "host", P and v of a model on a GPU are in page-locked memory of the host, with the same
@@ -127,7 +132,7 @@ class StreamingAveraging(Strategy):
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"
     patience: float = setting(_PATIENCE, least=0, most=0.5)
-    outer_gain: float | Literal["auto"] = setting("auto", least=1)
+    outer_gain: float | Literal["auto"] = setting("auto", least=0.1)
     stored: Literal["float32", "bfloat16", "host"] = "float32"
 
     def __post_init__(self) -> None:
@@ -144,8 +149,8 @@ class StreamingAveraging(Strategy):
 
         if self.stored == "bfloat16" and self.outer_gain != 1:
             raise ValueError(
-                'stored="bfloat16" requires outer_gain=1, which AdamW has by default: a larger '
-                "gain would lengthen what the rounding of P loses, again and again"
+                'stored="bfloat16" requires outer_gain=1: a larger gain would lengthen what the '
+                "rounding of P loses, again and again, and a smaller one would lose part of it"
             )
 
     @property
@@ -163,14 +168,18 @@ class StreamingAveraging(Strategy):
             bound=self.staleness,
             patience=self.patience,
             # With any momentum above 0, ``outer_step`` is called and replaces this value.
-            outer=Outer(momentum=float(self.outer_gain != 1)),
+            outer=Outer(momentum=1.0) if self._lengthens else Outer(float(self.outer_gain)),
             stored=self.stored,
             error_feedback=True,
         )
 
+    @property
+    def _lengthens(self) -> bool:
+        return self.outer_gain == "auto" or self.outer_gain > 1
+
     @override
     def with_adam_correction(self) -> "StreamingAveraging":
-        return replace(self, outer_gain=1.0) if self.outer_gain == "auto" else self
+        return replace(self, outer_gain=_LOOKAHEAD) if self.outer_gain == "auto" else self
 
     @staticmethod
     def _auto_parts(model_bytes: int) -> int:
@@ -184,6 +193,8 @@ class StreamingAveraging(Strategy):
 
     @override
     def state(self, worker: WorkerView) -> StreamingState:
+        if self.outer_gain != "auto" and worker.size > 1:  # a single worker takes no outer step
+            worker.lr_factor = 1 / min(self.outer_gain, 1.0)
         return StreamingState([float(worker.start_step)] * worker.count)
 
     @override
@@ -223,8 +234,9 @@ class StreamingAveraging(Strategy):
     @override
     def after_step(self, worker: WorkerView) -> None:
         """Multiply the learning rates of SGD by 1/√G, with G of this worker's landed updates."""
-        worker.details.update(outer_gain=worker.state.gain)
-        if self.outer_gain == "auto":
+        auto = self.outer_gain == "auto"
+        worker.details.update(outer_gain=worker.state.gain if auto else self.outer_gain)
+        if auto:
             sent, mean = worker.squares
             worker.lr_factor = 1.0
             if sent > mean > 0:

@@ -153,14 +153,14 @@ class Components:
             changes.record()
 
     def _hook_optimizers(self, *, adam_correction: bool) -> None:
-        undo, sgd_factor = self._undo, partial(attrgetter("flow.lr_factor"), self.iteration)
+        undo, lr_factor = self._undo, partial(attrgetter("flow.lr_factor"), self.iteration)
         for each in self.worker.optimizers:
             factor = None
             if adam_correction:
                 correction = AdamCorrection(self.worker, each)
-                factor = StepFactor(each.optimizer, correction.factors, undo, correction.stepped)
+                factor = StepFactor(each.optimizer, lr_factor, undo, correction)
             elif isinstance(each.optimizer, SGD):
-                factor = StepFactor(each.optimizer, sgd_factor, undo)
+                factor = StepFactor(each.optimizer, lr_factor, undo)
             StepHooks(each, self.iteration, factor, undo, scaled=self.worker.scaled)
 
     def _completed(self, synced: bool) -> None:

@@ -1,8 +1,8 @@
 """Factors on the learning rates of an optimizer, in effect only inside ``optimizer.step()``.
 
 Strategies that average models need them. Each local step of Adam is too short, because Adam divides
-by the noise of one worker's batch; see ``adam_correction``. Local steps of SGD are too long where
-the outer gain of streaming averaging lengthens the mean of the workers' updates.
+by the noise of one worker's batch; see ``adam_correction``. Streaming averaging multiplies the mean
+update of the workers by an outer gain: above 1 it shortens local steps, below 1 it lengthens them.
 """
 
 from collections.abc import Callable
@@ -12,30 +12,30 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from offbeat.training.learning_rate.adam_correction import AdamCorrection
+
 
 class StepFactor:
     """Multiplies the learning rates of one optimizer by factors in each of its steps.
 
     The learning rates change only inside ``optimizer.step()``, so schedulers see their own values.
-    Decoupled weight decay (AdamW) is divided by the factor, so that its product with the learning
-    rate stays the same.
 
     Args:
         optimizer: The optimizer.
-        factors: Returns the factors (> 0) for the next step: one for each parameter group, or one
-            number for all of them.
+        lr_factor: Returns the factor (> 0) of the strategy for the next step.
         undo: Removes the hooks and restores the learning rates when it is closed.
-        stepped: Called at the end of each step. None: not called.
+        correction: Measures a further factor for each parameter group. Decoupled weight decay
+            (AdamW) is divided by this one, so that their product stays the same. None: 1.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        factors: Callable[[], list[float] | float],
+        lr_factor: Callable[[], float],
         undo: ExitStack,
-        stepped: Callable[[], object] | None = None,
+        correction: AdamCorrection | None = None,
     ) -> None:
-        self._optimizer, self._factors, self._stepped = optimizer, factors, stepped
+        self._optimizer, self._lr_factor, self._correction = optimizer, lr_factor, correction
         self._undo = undo
         # Each parameter group, with the values before the step. Empty outside of steps.
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -57,15 +57,16 @@ class StepFactor:
         """Multiply the learning rates until the end of the step that begins now."""
         if self._saved:  # an earlier step has failed, or this step runs inside another one
             self._restore()
-        factors, groups = self._factors(), self._optimizer.param_groups
-        if factors == 1:
+        correction, groups = self._correction, self._optimizer.param_groups
+        corrected = correction.factors() if correction is not None else [1.0] * len(groups)
+        common = self._lr_factor()
+        if common == 1 and correction is None:
             return
         if not self._hooked:
             self._add_hooks()
-        each = factors if isinstance(factors, list) else [factors] * len(groups)
-        for group, factor in zip(groups, each, strict=True):
+        for group, factor in zip(groups, corrected, strict=True):
             # Not in place: by default all groups share the tensor of a learning rate.
-            changed = {"lr": group["lr"] * factor}
+            changed = {"lr": group["lr"] * (factor * common)}
             if group.get("decoupled_weight_decay"):
                 changed["weight_decay"] = group["weight_decay"] * (1 / factor)
             self._saved.append((group, {name: group[name] for name in changed}))
@@ -74,8 +75,8 @@ class StepFactor:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._saved:
             self._restore()
-        if self._stepped is not None:
-            self._stepped()
+        if self._correction is not None:
+            self._correction.stepped()
 
     def _restore(self) -> None:
         for group, values in self._saved:
