@@ -101,7 +101,7 @@ def attach(
         adam_correction: True to lengthen the local steps of Adam, AdamW and NAdam by a measured
             factor from 1 to √N, where N is the number of workers. Adam divides a step by the root
             mean square of the gradients. Local gradients are noisier than the mean gradient, so the
-            mean of the local steps is too short; see docs/streaming.md. None: True if the strategy
+            mean of the local steps is too short; see docs/strategies.md. None: True if the strategy
             averages models and all optimizers are of these types.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 

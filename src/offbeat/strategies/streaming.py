@@ -26,7 +26,7 @@ _USUAL_PARTS = 16
 _MOST_PARTS = 1024
 
 _PATIENCE = 0.05
-_LOOKAHEAD = 0.5  # G with Adam: of 0.25, 0.5, 0.7 and 1 it ended best
+_GAIN_WITH_ADAM = 0.5  # of 0.25, 0.5, 0.7 and 1 it ended best
 _MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
 
 
@@ -64,17 +64,19 @@ class StreamingAveraging(Strategy):
     launch of f sends it (error feedback).
 
     The mean D is shorter than the updates of the N workers, because their noise averages out. The
-    outer gain G lengthens D to the length of one worker's update, ‖G·D‖² = mean‖u‖²:
+    outer gain G is the factor that gives D the length of one worker's update, ‖G·D‖² = mean‖u‖². A
+    D that stays the same moves P by G·D, and the noise of D is lengthened less:
 
         G = √(mean‖u‖² / ‖D‖²), at least 1, at most √N, smoothed over five passes of the model
 
     With SGD, G alone would act like a larger learning rate. So each worker divides the learning
     rate of its local steps of SGD by √G, where G contains its own ‖u‖² in place of the mean.
-    Shorter local steps also keep the local models close to each other.
+    Shorter local steps also keep the local models close to each other. Other optimizers keep their
+    learning rates.
 
-    With Adam the opposite ends better: G = ½, and each local step is 1/G = 2 times as long. P moves
-    as far as with G = 1. This is the outer step of Lookahead (Zhang et al., 2019), and there is no
-    v: Δ = G·D.
+    With ``adam_correction`` of ``attach`` the opposite ends better: G = ½, and each local step is
+    1/G = 2 times as long. P moves as far as with G = 1. This is the outer step of Lookahead (Zhang
+    et al., 2019), and there is no v: Δ = G·D. A single worker has no gain.
 
     ``schedule="eager"``: the parts take turns. A *message* contains the updates of one or several
     parts, and each worker has at most one message in flight. The message lands at the end of the
@@ -101,10 +103,10 @@ class StreamingAveraging(Strategy):
         patience: Largest share of the training time (0 to 0.5) for which a worker waits for
             messages that are about to arrive, at most one step each. 0: it waits only if its
             staleness is τ. Requires the eager schedule.
-        outer_gain: G ≥ 0.1, or "auto": ½ with ``adam_correction`` of ``attach``, which already
-            makes up for the shorter mean; otherwise the formula of G ≥ 1. Below 1 each local step
-            of SGD and of a corrected Adam is 1/G times as long. Above 1 only "auto" shortens the
-            steps, of SGD. Up to 1 there is no v.
+        outer_gain: G ≥ 0.1, or "auto": ½ with ``adam_correction``, which already makes up for the
+            shorter mean; otherwise the formula of G ≥ 1. A G below 1 multiplies the learning rates
+            of SGD and of a corrected Adam by 1/G; with other optimizers P moves less. A fixed G
+            above 1 changes no learning rate. Up to 1 there is no v.
         stored: Dtype of P: "float32" (float64 for such a model), or "bfloat16", which takes half
             the memory (docs/quantization.md has the cost) and requires ``outer_gain=1``. With
             "host", P and v of a model on a GPU are in page-locked memory of the host, with the same
@@ -150,7 +152,7 @@ class StreamingAveraging(Strategy):
         if self.stored == "bfloat16" and self.outer_gain != 1:
             raise ValueError(
                 'stored="bfloat16" requires outer_gain=1: a larger gain would lengthen what the '
-                "rounding of P loses, again and again, and a smaller one would lose part of it"
+                "rounding of P loses, again and again, and a smaller one would lose a part of it"
             )
 
     @property
@@ -179,7 +181,7 @@ class StreamingAveraging(Strategy):
 
     @override
     def with_adam_correction(self) -> "StreamingAveraging":
-        return replace(self, outer_gain=_LOOKAHEAD) if self.outer_gain == "auto" else self
+        return replace(self, outer_gain=_GAIN_WITH_ADAM) if self.outer_gain == "auto" else self
 
     @staticmethod
     def _auto_parts(model_bytes: int) -> int:
@@ -233,9 +235,10 @@ class StreamingAveraging(Strategy):
 
     @override
     def after_step(self, worker: WorkerView) -> None:
-        """Multiply the learning rates of SGD by 1/√G, with G of this worker's landed updates."""
+        """With the automatic G, set ``lr_factor`` to 1/√G, with G of this worker's updates."""
         auto = self.outer_gain == "auto"
-        worker.details.update(outer_gain=worker.state.gain if auto else self.outer_gain)
+        gain = worker.state.gain if auto or worker.size == 1 else self.outer_gain
+        worker.details.update(outer_gain=gain)
         if auto:
             sent, mean = worker.squares
             worker.lr_factor = 1.0

@@ -2,7 +2,8 @@
 
 Strategies that average models need them. Each local step of Adam is too short, because Adam divides
 by the noise of one worker's batch; see ``adam_correction``. Streaming averaging multiplies the mean
-update of the workers by an outer gain: above 1 it shortens local steps, below 1 it lengthens them.
+update of the workers by an outer gain G. An automatic G above 1 divides the learning rates of SGD
+by √G, and a G below 1 divides those of SGD and of a corrected Adam by G.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,9 @@ class StepFactor:
         optimizer: The optimizer.
         lr_factor: Returns the factor (> 0) of the strategy for the next step.
         undo: Removes the hooks and restores the learning rates when it is closed.
-        correction: Measures a further factor for each parameter group. Decoupled weight decay
-            (AdamW) is divided by this one, so that their product stays the same. None: 1.
+        correction: Measures a further factor f for each parameter group. Decoupled weight decay
+            (AdamW) is divided by f, so that f leaves learning rate × weight decay unchanged. None:
+            f = 1.
     """
 
     def __init__(
