@@ -145,9 +145,10 @@ RATES = {
 UNCORRECTED = " --adam-correction off"
 VARIANTS = {
     "cnn": ("ideal", "streaming", "streaming:outer_gain=1"),
-    "transformer": ("ideal", "streaming", "streaming:outer_gain=1"),
+    "transformer": ("ideal", "streaming", f"streaming{UNCORRECTED}"),
 }
-"""Methods of ``rates``: the ideal, the default, and the default without an outer gain."""
+"""Methods of ``rates``: the ideal, the default, and the default without the outer gain or without
+longer steps of Adam."""
 MANY = {
     ("mnist", "50Mbit/s", 16, 1): (4,),
     ("mnist", "50Mbit/s", 64, 1): (4, 8),

@@ -117,6 +117,7 @@ _OFFBEAT: Mapping[Any, Tunable] = {
             _diloco(2, 0.5, 0.5, fragments=2),
             _diloco(8, 0.5, 0.75, overlap=2),
             _diloco(4, 0.5, 0.0, wire="int4", lr_scale=2.0),
+            _diloco(2, 0.5, 0.0, fragments=2, wire="int4", lr_scale=2.0),
             _diloco(3, 0.5, 0.5, fragments=3),
         ),
     ),
