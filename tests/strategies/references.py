@@ -427,7 +427,7 @@ class Streaming(Reference):
         fade = math.exp((self.launched[part] - step) / 50)
         self.launched[part] = step
         mean = sum(sent) / sum(weights)
-        outer = (fade, (gain - 1) * (1 - fade)) if gain > 1 else (0.0, gain - 1)
+        outer = (fade, (gain - 1) * (1 - fade)) if gain >= 1 else (0.0, gain - 1)
         self.flights.append(Flight(part, self.time, mean, sent, outer))
         self.news[part] = [False] * self.size
         self.launches += 1
