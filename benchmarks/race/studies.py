@@ -143,12 +143,8 @@ RATES = {
 }
 """Workload and number of workers → factors on the recipe's learning rate."""
 UNCORRECTED = " --adam-correction off"
-VARIANTS = {
-    "cnn": ("ideal", "streaming", "streaming:outer_gain=1"),
-    "transformer": ("ideal", "streaming", f"streaming{UNCORRECTED}"),
-}
-"""Methods of ``rates``: the ideal, the default, and the default without the outer gain or without
-longer steps of Adam."""
+VARIANTS = ("ideal", "streaming", "streaming:outer_gain=1")
+"""Methods of ``rates``: the ideal, the default, and the default without the outer gain."""
 MANY = {
     ("mnist", "50Mbit/s", 16, 1): (4,),
     ("mnist", "50Mbit/s", 64, 1): (4, 8),
@@ -290,7 +286,7 @@ class Cell:
             return ["ideal", *(one + end for one in CORRECTED for end in ("", UNCORRECTED))]
         if self.study == "rates":
             grid = RATES[self.workload, self.workers]
-            return [at_rate(method, rate) for method in VARIANTS[self.workload] for rate in grid]
+            return [at_rate(method, rate) for method in VARIANTS for rate in grid]
         if self.study == "many":
             few = self.workers == 16 or self.bandwidth == "100Gbit/s"
             wires = ("", " --wire float32") if few and self.workload == "mnist" else ("",)

@@ -411,7 +411,7 @@ def rates(workload: str, folder: Path = RESULTS) -> str:
         factors = RATES[workload, cell.workers]
         grid = {
             method: {rate: found[at_rate(method, rate)] for rate in factors}
-            for method in VARIANTS[workload]
+            for method in VARIANTS
         }
         ideal = best_of([*grid["ideal"].values()])
         for method, row in grid.items():

@@ -162,13 +162,17 @@ def test_only_workers_that_return_a_ping_are_reachable(there: HeartbeatConnectio
 
 def test_two_workers_return_their_pings_at_the_same_time(there: HeartbeatConnections) -> None:
     here, found = HeartbeatConnections(100), dict[int, list[int]]()
-    other = threading.Thread(target=lambda: found.update({1: there.ping({0: here.address})}))
-    other.start()
-    found[0] = here.ping({1: there.address})
     deadline = time.monotonic() + 10
-    while other.is_alive() and time.monotonic() < deadline:
-        here.dead()
-    other.join()
+
+    def ping(rank: int, one: HeartbeatConnections, other: HeartbeatConnections) -> None:
+        found[rank] = one.ping({1 - rank: other.address})
+        while len(found) < 2 and time.monotonic() < deadline:
+            one.dead()  # returns the other's ping, which may arrive later
+
+    thread = threading.Thread(target=ping, args=(1, there, here))
+    thread.start()
+    ping(0, here, there)
+    thread.join()
     assert found == {0: [], 1: []}
     here.close()
 
