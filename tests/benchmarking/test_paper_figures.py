@@ -85,10 +85,11 @@ def test_the_speed_up_on_a_transformer_is_to_nearly_what_bsp_ends_with():
     def falling(method: str, metrics: list[float]) -> Result:
         return replace(curve(method, metrics), higher_is_better=False)
 
-    found = {one: [falling(one, [1.09, 0.9, 0.8])] for one in transformer.METHODS.values()}
-    found["bsp"] = [falling("bsp", [3.0, 2.0, 1.01, 1.0])]
+    metrics = [1.09, 0.9, 0.8]
+    found = {name: [falling(text, metrics)] for name, text in transformer.METHODS.items()}
+    found["BSP"] = [falling("bsp", [3.0, 2.0, 1.01, 1.0])]
     last = [*found][-1]
-    found[last] = [falling(last, [2.0, 2.0])]
+    found[last] = [falling(transformer.METHODS[last], [2.0, 2.0])]
     bsp, other, *_, never = transformer.facts(found)
     assert bsp["faster"] == {"0.02": [1.0], "0.1": [1.0]}
     bsps = {above: 20 + 10 * (1 - above) / 0.99 for above in (0.02, 0.1)}
