@@ -92,9 +92,9 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/strategies": (1377, 515),
     "src/offbeat/training": (2483, 1406),
     "src/offbeat/transport": (2619, 1283),
-    "src/offbeat_lab": (9831, 5248),
-    "benchmarks": (6262, 3882),
-    "tests": (36238,),
+    "src/offbeat_lab": (9832, 5249),
+    "benchmarks": (6266, 3885),
+    "tests": (36243,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

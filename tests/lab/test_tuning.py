@@ -113,9 +113,9 @@ def test_a_diverged_trial_leads_to_smaller_rates() -> None:
         (
             "async --lr-scale 1 --wire int8",  # a mean takes 2.5 steps
             [f"async:{one} w int8" for one in ("schedule=eager", "staleness=6", "staleness=2")]
-            + ["async w int8"]
+            + [f"async{one} w int8" for one in (":schedule=eager,outer_lr=0.5", "")]
             + [f"async:staleness={tau},schedule=eager w int8" for tau in (32, 8)]
-            + [f"async:schedule=eager,outer_lr={rate} w int8" for rate in (2.0, 0.5)]
+            + ["async:schedule=eager,outer_lr=2.0 w int8"]
             + ["async:schedule=eager,outer_momentum=0.5 w int8"],
         ),
         (

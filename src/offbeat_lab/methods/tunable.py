@@ -100,6 +100,7 @@ _OFFBEAT: Mapping[Any, Tunable] = {
             {"schedule": "eager", "wire": "int2"},
             {"staleness": TAU, "wire": "int2"},
             {"staleness": 2, "wire": "int2"},
+            {"schedule": "eager", "outer_lr": 0.5, "wire": "int4", "lr_scale": 2.0},
         ),
     ),
     StreamingAveraging: Tunable(
@@ -113,11 +114,11 @@ _OFFBEAT: Mapping[Any, Tunable] = {
         ),
         (
             _diloco(4, 0.5, 0.5),
-            _diloco(4, 1.0, 0.0),
             _diloco(2, 0.5, 0.5, fragments=2),
             _diloco(8, 0.5, 0.75, overlap=2),
             _diloco(4, 0.5, 0.0, wire="int4", lr_scale=2.0),
             _diloco(2, 0.5, 0.0, fragments=2, wire="int4", lr_scale=2.0),
+            _diloco(2, 0.5, 0.0, fragments=2, lr_scale=2.0),
             _diloco(3, 0.5, 0.5, fragments=3),
         ),
     ),
