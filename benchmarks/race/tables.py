@@ -46,7 +46,7 @@ from offbeat_lab.job import Job
 from offbeat_lab.report.intervals import MIN_SEEDS, Interval, interval_of
 from offbeat_lab.results import Result, by_seed, read_results
 from offbeat_lab.timing.padding import parse_slow
-from offbeat_lab.tuning import choices
+from offbeat_lab.tuning import choices, untried_neighbours
 
 TRAININGS = {"transformer": "Transformer, AdamW", "cnn": "CNN, SGD"}
 DDP = "bsp --wire float32"
@@ -235,24 +235,23 @@ def tuned(workload: str, folder: Path = RESULTS) -> str:
     """Return the table of all methods of ``headline``, with all settings that tuning chose.
 
     *first to* has the shares that they reach first among the method's settings. A star means that
-    the budget ended before all neighbours of its settings for 98 % were tried.
+    not all neighbours of these settings were tried.
     """
     lines = _heading(
         *("link", "method", "settings", "first to", "half-way", "90 %", "98 %"),
         *("end", "end − ideal"),
     )
     for cell in cells_of("headline", workload, folder):
-        ended = {
-            one.method: "*" * bool(one.untried)
-            for one in choices(read_results(cell.path(folder), trials=True), GOOD)
-        }
+        trials = [one for one in read_results(cell.path(folder), trials=True) if one.trial]
         fast, good = (runs_of(cell, folder, share) for share in (FAST, GOOD))
         for method, runs in fast.items():
+            own = [one for one in trials if one.trial and one.trial.method == method]
             shown = {"90 %": runs, "98 %": good[method]}
             if runs == good[method]:
                 shown = {"90 %, 98 %": runs}
             for shares, which in shown.items():
-                settings = f"`{_settings(which)}`{ended[method]} | {shares}"
+                missing = untried_neighbours(method, next(iter(which.values())), own)
+                settings = f"`{_settings(which)}`{'*' * bool(missing)} | {shares}"
                 same = fast["ideal"] if method == "ideal" else which
                 lines.append(_row(cell.link, NAMES[method], settings, same, fast["ideal"]))
     return "\n".join(lines)

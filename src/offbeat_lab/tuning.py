@@ -298,16 +298,27 @@ def choices(results: Sequence[Result], share: float) -> list[Choice]:
         candidates = [trial for trial in tried if trial.label in compared] or tried
         best = min(candidates, key=lambda trial: score_of(trial, trials, share))
         seconds = best.seconds_to(reference(trials).gained(share))
-        labels = {trial.label for trial in tried}
-        untried = (
-            axis.name
-            for axis in _axes(method, best.strategy)
-            for up in (True, False)
-            if (job := _neighbour(best.job, axis, up=up)) and job.label not in labels
-        )
-        settings = tuple(dict.fromkeys(untried))
-        found.append(Choice(method, share, best.job, len(tried), seconds, best.final, settings))
+        untried = untried_neighbours(method, best, tried)
+        found.append(Choice(method, share, best.job, len(tried), seconds, best.final, untried))
     return found
+
+
+def untried_neighbours(method: str, one: Result, trials: Sequence[Result]) -> tuple[str, ...]:
+    """Return the settings of which a value next to that of ``one`` was not tried.
+
+    Args:
+        method: The method as the user gave it.
+        one: A trial or a run of the method.
+        trials: The trials of the method.
+    """
+    labels = {trial.label for trial in trials}
+    untried = (
+        axis.name
+        for axis in _axes(method, one.strategy)
+        for up in (True, False)
+        if (job := _neighbour(one.job, axis, up=up)) and job.label not in labels
+    )
+    return tuple(dict.fromkeys(untried))
 
 
 def without_trials(results: Sequence[Result]) -> list[Result]:
