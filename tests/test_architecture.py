@@ -92,8 +92,8 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/strategies": (1377, 515),
     "src/offbeat/training": (2483, 1406),
     "src/offbeat/transport": (2619, 1283),
-    "src/offbeat_lab": (9843, 5251),
-    "benchmarks": (6265, 3884),
+    "src/offbeat_lab": (9857, 5252),
+    "benchmarks": (6268, 3885),
     "tests": (36243,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line

@@ -119,7 +119,7 @@ def draw_sweep(path: Path, folder: Path = RESULTS) -> None:
         if not better:
             end.invert_yaxis()
     upper[0].set_ylabel("time to 90 % / the ideal's")
-    upper[0].legend(frameon=False, fontsize="small", loc="center left")
+    lower[0].legend(frameon=False, fontsize="small", loc="lower left")
     figure.savefig(path)
 
 

@@ -1,13 +1,14 @@
 """Tuning: choose the learning rate and the settings of each method of a comparison by trials.
 
-A *method* is a strategy of this package or a reference. A *trial* is a training run of the search.
-The *ideal* is the reference ``ideal``, the speed-up limit.
+A *method* is a strategy of this package or a reference. The *ideal* is the reference ``ideal``,
+which trains as if communication took no time. A *trial* is a training run of the search. All trials
+have one seed, which the comparison does not use.
 
-Every method has the same budget of trials, all with one seed that the comparison does not use. The
-first trials have the best-known settings of the method, which it declares itself
-(``methods.tunable``). ``search`` proposes further trials, and ``score_of`` ranks all of them by the
-time to a share of what the ideal gains. It searches for each of ``SHARES``, so a method is compared
-with the settings that are fast, and with those that end well.
+Every method has the same budget of trials. The first ones have its best-known settings
+(``methods.tunable``), and run even if there are more of them than the budget allows. Then
+``search`` proposes further trials. ``score_of`` ranks a method's trials by the time until its
+metric has made a share of the ideal's improvement. Tuning searches once for each of ``SHARES``: for
+settings that are fast (0.9), and for settings that end well (0.98).
 """
 
 import math
@@ -25,10 +26,10 @@ from offbeat_lab.methods.tunable import TAU, Axis, tunable_of
 from offbeat_lab.results import Result, Trial
 
 LEAST_BUDGET = 3
-"""Smallest number of trials per method: the first settings, and two best-known ones."""
+"""Smallest budget: the first settings at two learning rates, and a neighbour."""
 SHARES = (0.98, 0.9)
-"""Shares of what the ideal gains in its whole run. The search for the first one begins, with three
-quarters of the budget. Then follow the second one and the first one again, with all of it."""
+"""Shares of the ideal's improvement in its whole run. Tuning searches for the first share until
+three quarters of the budget are spent, then for the second share, and then for the first again."""
 _RATE = Axis("lr_scale")
 _WIRE = Axis("wire", ("float32", "int4", "int2"))
 
@@ -37,15 +38,17 @@ _WIRE = Axis("wire", ("float32", "int4", "int2"))
 
 
 def with_ideal(methods: Sequence[str]) -> list[str]:
-    """Return the methods in the order of tuning: the ideal first, added if missing."""
+    """Return the methods in the order of tuning: all ideals first, one added if there is none."""
     ideals = [text for text in methods if is_ideal((text.split() or [""])[0])]
     return [*(ideals or ["ideal"]), *(text for text in methods if text not in ideals)]
 
 
 def untuned(text: str, known: Mapping[str, Any] | None = None) -> str:
-    """Return a method's text with best-known settings, by default the first, where it omits them.
+    """Add the best-known settings that a method's text does not give, and return the text.
 
-    Example: ``local --wire int8`` becomes ``local:period=2 --wire int8``.
+    Example: ``local --wire int8`` becomes ``local:period=2 --wire int8``. The text is unchanged if
+    it has a mistake, or settings that exclude the added ones. ``known`` has the settings to add;
+    None: the first best-known ones.
     """
     known = _known(text)[0] if known is None else known
     added = {key: value for key, value in known.items() if key not in _fixed(text)}
@@ -61,7 +64,7 @@ def untuned(text: str, known: Mapping[str, Any] | None = None) -> str:
     try:
         Job("").under(complete).check_method()
     except (ValueError, TypeError):
-        return text  # has a mistake, which the caller finds, or settings that exclude these values
+        return text  # the caller reports a mistake in it
     return complete
 
 
@@ -71,13 +74,15 @@ def _known(text: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _starts(text: str, job: Job, rate: float, trials: Sequence[Result]) -> Iterator[Job]:
-    """Yield the first trials of a method: at the learning rate of ``job``, then at another one.
+    """Yield the first trials of a method: the first settings, then all best-known ones.
 
     Args:
         text: The method as the user gave it.
         job: Settings that all trials share.
-        rate: The ideal's best factor on the learning rate, for all trials but the first.
-        trials: Trials of the comparison so far. The caller adds each trial as it ends.
+        rate: Factor on the learning rate of all trials but the first, unless the method's text has
+            one: the ideal's best, or that of ``job`` while the ideal is tuned.
+        trials: Trials of the comparison so far. The caller adds each trial as it ends, because
+            ``TAU`` depends on the times of the one before.
     """
     yield job.under(untuned(text))
     for settings in _known(text):
@@ -85,15 +90,18 @@ def _starts(text: str, job: Job, rate: float, trials: Sequence[Result]) -> Itera
         factor = rate * known.pop(_RATE.name, 1.0)
         if TAU in known.values():
             stats = trials[-1].stats[0]
-            mean = stats.details.get("landing_seconds", 0.0) * stats.steps
-            tau = 2 * max(1, math.ceil(mean / stats.compute_seconds))
+            averaging = stats.details.get("landing_seconds", 0.0)  # from launch to landing
+            step = stats.compute_seconds / stats.steps
+            tau = 2 * max(1, math.ceil(averaging / step))
             known = {key: tau if value == TAU else value for key, value in known.items()}
         start = job.under(untuned(text, known))
         yield start if _RATE.name in _fixed(text) else replace(start, lr_scale=factor)
 
 
 def _axes(text: str, strategy: str) -> list[Axis]:
-    """Return the axes of a method, without the settings that the user fixed.
+    """Return the axes of a method, without the settings that the user fixed or that are None.
+
+    A reference has the learning rate only.
 
     Args:
         text: The method as the user gave it.
@@ -107,12 +115,12 @@ def _axes(text: str, strategy: str) -> list[Axis]:
 
 
 def _fixed(text: str) -> set[str]:
-    """Return all words in a method's text, among them the names of its settings and options."""
+    """Return the names of the settings and options in a method's text, and all its other words."""
     return {word.lstrip("-").replace("-", "_") for word in re.split(r"[\s:,=]+", text)}
 
 
 def _neighbour(job: Job, axis: Axis, *, up: bool) -> Job | None:
-    """Return ``job`` with a setting's next value. None: there is none or the method refuses it."""
+    """Return ``job`` with a setting's next value. None: it has none, or the method refuses it."""
     method: Any = parse_imported(job.strategy)
     of_job = axis in (_RATE, _WIRE)
     value = getattr(job if of_job else method, axis.name)
@@ -135,16 +143,18 @@ def _neighbour(job: Job, axis: Axis, *, up: bool) -> Job | None:
 # -- scores ----------------------------------------------------------------------------------------
 
 Score = tuple[int, float, float]
-"""Rank of a trial; the smaller, the better. The last number grows as the final metric worsens."""
+"""Rank of a trial; the smaller, the better: 0 for one that reaches the target, 1 for one that does
+not, 2 for one that diverged; the time or the learning rate; and a number that grows as the final
+metric worsens."""
 
 
 def score_of(trial: Result, trials: Sequence[Result], share: float) -> Score:
     """Return the score of a trial.
 
-    A trial is better if it reaches the target earlier, and of two at the same time the one that
-    ends better. The target is the metric after ``share`` of what the ideal's best trial gains.
-    Trials that never reach it come next, ranked by their final metric, as are the ideal's. Diverged
-    trials come last.
+    A trial is better if it reaches the target earlier, and of two that take equal times the one
+    with the better final metric is. The target is the metric at which ``share`` of the improvement
+    of the ideal's best trial is made. Trials that never reach it come next, ranked by their final
+    metric. So are all trials of the ideal, with any ``share``. Diverged trials come last.
 
     Args:
         trial: The trial.
@@ -152,7 +162,7 @@ def score_of(trial: Result, trials: Sequence[Result], share: float) -> Score:
         share: One of ``SHARES``.
     """
     if trial.diverged:
-        return 2, trial.job.lr_scale, 0.0  # so that the search continues towards smaller rates
+        return 2, trial.job.lr_scale, 0.0  # of diverged trials that with the smaller rate
     seconds = None if trial.is_ideal else trial.seconds_to(reference(trials).gained(share))
     end = -trial.final if trial.higher_is_better else trial.final
     return (1, 0.0, end) if seconds is None else (0, seconds, end)
@@ -177,16 +187,16 @@ def tune(
 ) -> list[Job]:
     """Tune each method, the ideal first, and return the jobs of the comparison.
 
-    The first settings of a method are its first best-known ones, at the learning rate of ``job``.
-    Then follow its best-known settings at the ideal's best learning rate, and what ``search``
-    proposes for each of ``SHARES``. Each method gets a job with the settings that were chosen for
-    each share and, if ``text`` alone was its first trial, one with the settings that ``text`` alone
-    has. Equal jobs run once. All these jobs have the seed of ``job``.
+    The first trial of a method has its first best-known settings, at the learning rate of ``job``.
+    Then follow all best-known settings at the ideal's best learning rate, and what ``search``
+    proposes for each of ``SHARES``. The result has a job for the best settings of each share. If
+    the user's text needed no additions, it also has the job of this text, which is not tuned.
+    There are no equal jobs. All have the seed of ``job``.
 
     Args:
         job: Settings that all runs share.
         methods: Methods, as for ``compare``. The ideal is added if it is missing.
-        budget: Largest number of trials of a method, but at least its best-known settings run.
+        budget: Largest number of trials of a method. Its best-known settings run in any case.
         run: Function that runs a trial, or returns its existing result.
     """
     trials: list[Result] = []
@@ -213,7 +223,7 @@ def tune(
         best = {share: find(by(share), budget) for share in (fast, good)}
         jobs += (best[fast], best[good])
         jobs += [first] if first == shared.under(text) else []
-        rate = reference(trials).job.lr_scale
+        rate = reference(trials).job.lr_scale  # changes only after an ideal
     return [replace(one, seed=job.seed) for one in dict.fromkeys(jobs)]
 
 
@@ -224,17 +234,17 @@ def search(
     score: Callable[[Result], Score],
     budget: int,
 ) -> Job:
-    """Return the job with the smallest score found by a coordinate search from the best of all.
+    """Return the job with the smallest score that a search finds, starting from the best trial.
 
-    The search changes one setting after the other. It goes up the axis while the score improves, or
-    else down. It repeats this with all settings until none improves the score, or the
-    budget is spent. Of jobs with equal scores, the earlier one is better. A value that the method
-    refuses ends the search in this direction and costs no trial.
+    The search changes one setting after the other. It goes up the axis while the score improves,
+    and down if the first step up did not improve it. It repeats this with all settings until none
+    improves the score, or the budget is spent. Of jobs with equal scores, the earlier one is
+    better. A value that the method refuses ends the search in this direction and costs no trial.
 
     Args:
         tried: The trials so far, at least one.
         axes: Settings to change.
-        measure: Function that runs a trial and adds it to ``tried``.
+        measure: Function that runs a trial and adds it to ``tried``, unless it is there already.
         score: Function that scores a trial.
         budget: Largest number of trials, with those so far.
     """
@@ -268,9 +278,9 @@ class Choice:
         share: The share of what the ideal gains, one of ``SHARES``.
         job: Job of the method's best trial by ``score_of``.
         trials: Number of the method's trials.
-        seconds: Training seconds of that trial to the share. None: never.
+        seconds: Training seconds until that trial reaches the target. None: never.
         final: Its final metric.
-        untried: Settings of which a neighbouring value was not tried.
+        untried: Settings of which a value next to the chosen one was not tried.
     """
 
     method: str
@@ -285,7 +295,8 @@ class Choice:
 def choices(results: Sequence[Result], share: float) -> list[Choice]:
     """Return the choice for each method with trials in ``results``, in order of first trials.
 
-    If ``results`` have runs with the settings of some trials, only these are candidates.
+    If some of a method's trials have settings that also ran in the comparison, only these trials
+    are candidates.
     """
     by_method: dict[str, list[Result]] = {}
     trials = [result for result in results if result.trial is not None]
@@ -322,7 +333,7 @@ def untried_neighbours(method: str, one: Result, trials: Sequence[Result]) -> tu
 
 
 def without_trials(results: Sequence[Result]) -> list[Result]:
-    """Return the results that are not trials, the ideal with its chosen learning rate first.
+    """Return the results that are not trials. The ideal at its best learning rate comes first.
 
     Tables and figures compare with the first ideal.
     """

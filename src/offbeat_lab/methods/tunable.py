@@ -1,7 +1,7 @@
 """The settings that tuning changes, declared by each method.
 
-The baselines declare theirs in their class, as ``tunable``. A custom strategy may declare axes
-in the same way. The table here has the strategies of Offbeat, which do not know the laboratory.
+The baselines declare theirs in their class, as ``tunable``. A custom strategy may do so, too. The
+table here has the strategies of Offbeat, which do not import this package.
 """
 
 import math
@@ -15,13 +15,14 @@ from offbeat import BSP, AsyncAveraging, DiLoCo, LocalSGD, SelSync, StreamingAve
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting with its possible values in order. Numbers have no end but the method's own.
+    """A setting with its possible values in order. Without ``values`` only the method limits it.
 
     Attributes:
         name: Field of ``Job`` or of the strategy.
-        values: All possible values. Empty: the first value, doubled or halved repeatedly.
-        unit: Whole numbers are multiples of it.
-        below_one: True if the distance to 1 is halved or doubled instead.
+        values: All possible values. Empty: the next value is twice or half the current one.
+        unit: Half of a whole number is rounded up to a multiple of it, and half of ``unit`` is 0.
+        below_one: True for values in [0, 1). The next value up has half the distance to 1, and the
+            next value down twice this distance, but it is at least 0.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Axis:
     below_one: bool = False
 
     def next(self, value: Any, *, up: bool) -> Any:
-        """Return the neighbour of ``value``, or None if there is none."""
+        """Return the next value; None if ``value`` is the last one or not in ``values``."""
         if self.values:
             neighbours = dict(pairwise(self.values if up else self.values[::-1]))
             return neighbours.get(value)
@@ -48,13 +49,15 @@ class Axis:
 
 @dataclass(frozen=True)
 class Tunable:
-    """What tuning tries with a method.
+    """The axes and the first trials of a method.
 
     Attributes:
-        axes: Settings of the strategy to change, in this order, besides wire and learning rate.
-        known: Settings that were best so far, by name: the first trials. The value ``TAU`` stands
-            for τ = 2·⌈mean / step⌉, where "mean" is the time of a mean in the trial before. A value
-            of ``lr_scale`` multiplies the ideal's best factor on the learning rate.
+        axes: Settings of the strategy, in the order in which the search changes them. It changes
+            the wire before, and the learning rate after them.
+        known: Settings that were best in earlier comparisons, each by name. The first ones complete
+            a text that omits them. ``TAU`` stands for τ = 2·⌈t / step⌉, where t is the time from
+            launch to landing in the trial before. A value of ``lr_scale`` multiplies the ideal's
+            best factor on the learning rate. The first settings can have neither.
     """
 
     axes: tuple[Axis, ...] = ()
@@ -72,7 +75,7 @@ def _diloco(
     overlap: int = 1,
     **others: Any,
 ) -> Mapping[str, Any]:
-    """Return settings of DiLoCo, in the order of its own text."""
+    """Return settings of DiLoCo, in the order of its text, so that equal jobs have equal texts."""
     return {
         "period": period,
         "outer_lr": outer_lr,
@@ -126,5 +129,5 @@ _OFFBEAT: Mapping[Any, Tunable] = {
 
 
 def tunable_of(kind: object) -> Tunable:
-    """Return what a class of strategies declares. One that declares nothing has no settings."""
+    """Return what a class of strategies declares; by default no axes and one empty setting."""
     return getattr(kind, "tunable", None) or _OFFBEAT.get(kind, Tunable())
