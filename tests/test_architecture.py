@@ -78,7 +78,7 @@ PRIVATE_ALLOWED = {
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2220, 1103),
-    "src/offbeat/averaging": (3426, 1879),
+    "src/offbeat/averaging": (3422, 1875),
     "src/offbeat/checkpoint": (1013, 540),
     "src/offbeat/cli": (481, 247),
     "src/offbeat/data": (792, 386),
@@ -89,12 +89,12 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/nodes": (501, 283),
     "src/offbeat/quantization": (1434, 826),
     "src/offbeat/simulate": (2264, 1207),
-    "src/offbeat/strategies": (1377, 515),
+    "src/offbeat/strategies": (1390, 524),
     "src/offbeat/training": (2483, 1406),
     "src/offbeat/transport": (2619, 1283),
     "src/offbeat_lab": (9857, 5252),
-    "benchmarks": (6268, 3885),
-    "tests": (36243,),
+    "benchmarks": (6274, 3890),
+    "tests": (36259,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -143,8 +143,11 @@ RATES = {
 }
 """Workload and number of workers → factors on the recipe's learning rate."""
 UNCORRECTED = " --adam-correction off"
-VARIANTS = ("ideal", "streaming", "streaming:outer_gain=1")
-"""Methods of ``rates``: the ideal, the default, and the default without the outer gain."""
+VARIANTS = {key: ("ideal", "streaming", "streaming:outer_gain=1") for key in RATES} | {
+    ("transformer", 16): ("ideal", "streaming", "streaming:outer_gain=0.5")
+}
+"""Workload and number of workers → methods of ``rates``: the ideal, the default, and the default
+with another outer gain. With 16 workers and AdamW the default is 1."""
 MANY = {
     ("mnist", "50Mbit/s", 16, 1): (4,),
     ("mnist", "50Mbit/s", 64, 1): (4, 8),
@@ -285,15 +288,17 @@ class Cell:
         if self.study == "adam":
             return ["ideal", *(one + end for one in CORRECTED for end in ("", UNCORRECTED))]
         if self.study == "rates":
-            grid = RATES[self.workload, self.workers]
-            return [at_rate(method, rate) for method in VARIANTS for rate in grid]
+            key = self.workload, self.workers
+            grid = RATES[key]
+            return [at_rate(method, rate) for method in VARIANTS[key] for rate in grid]
         if self.study == "many":
             few = self.workers == 16 or self.bandwidth == "100Gbit/s"
-            wires = ("", " --wire float32") if few and self.workload == "mnist" else ("",)
+            forms = ["streaming{}", "streaming{} --wire float32"] if few else ["streaming{}"]
+            forms += ["streaming:outer_gain=0.5{}"] if self.workers == 16 else []
             rates = MANY[self.workload, self.bandwidth, self.workers, self.workers_per_node]
             return [
                 *(at_rate("ideal", rate) for rate in MANY_IDEAL[self.workload, self.workers]),
-                *(at_rate("streaming", rate) + wire for rate in rates for wire in wires),
+                *(form.format(at_rate("", rate)) for rate in rates for form in forms),
             ]
         chosen = self._chosen(folder)
         default = Job("").under(DEFAULT + _rate(chosen["ideal"]))

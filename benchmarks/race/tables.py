@@ -409,7 +409,8 @@ def rates(workload: str, folder: Path = RESULTS) -> str:
         found = runs_of(cell, folder)
         factors = RATES[workload, cell.workers]
         grid = {
-            method: {rate: found[at_rate(method, rate)] for rate in factors} for method in VARIANTS
+            method: {rate: found[at_rate(method, rate)] for rate in factors}
+            for method in VARIANTS[workload, cell.workers]
         }
         ideal = best_of([*grid["ideal"].values()])
         for method, row in grid.items():

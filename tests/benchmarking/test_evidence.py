@@ -75,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(module, "HEADLINE", ("ideal", "streaming", tables.DDP))
         monkeypatch.setattr(module, "FRESH", ("ideal", tables.DDP))
         monkeypatch.setattr(module, "RATES", {("cnn", 16): (0.5, 1)})
-        monkeypatch.setattr(module, "VARIANTS", ("ideal", "streaming"))
+        monkeypatch.setattr(module, "VARIANTS", {("cnn", 16): ("ideal", "streaming")})
         monkeypatch.setattr(module, "UNEVEN", ("ideal", "streaming"))
     write(CELL, tmp_path, headline())
     for cell, ends in zip(CELLS[1:], ENDS, strict=True):

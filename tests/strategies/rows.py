@@ -90,7 +90,7 @@ TO_TRAIN_WITH = [
         partial(Streaming, parts=2, staleness=10, outer_gain=2.0),
     ),
     Row(
-        "streaming:parts=3,schedule=cyclic,staleness=4,outer_gain=0.5",
+        "streaming:parts=3,schedule=cyclic,staleness=4,outer_gain=lookahead",
         partial(Streaming, parts=3, staleness=4, outer_gain=0.5),
     ),
     Row(

@@ -264,6 +264,22 @@ def test_a_message_of_a_barrier_does_not_shorten_the_memory_of_the_momentum() ->
     assert fade == pytest.approx(math.exp(-2 / 50))
 
 
+@pytest.mark.parametrize(
+    ("size", "gain"), [(1, 1.0), (2, 0.5), (4, 0.5), (9, 0.75), (16, 1.0), (64, 1.0)]
+)
+def test_the_outer_step_of_lookahead_grows_with_the_number_of_workers(
+    size: int, gain: float
+) -> None:
+    """Local steps are longer by as much as the outer step is shorter."""
+    strategy, view = streaming(size, outer_gain="lookahead")
+    lr = strategy.averages().outer.lr
+    assert callable(lr)
+    assert lr(size) == gain
+    assert view.lr_factor == 1 / gain
+    strategy.after_step(view)
+    assert view.details["outer_gain"] == gain
+
+
 def test_parts_are_as_many_as_pay() -> None:
     """16, or parts of 32 MiB in larger models, at most 1,024 of them."""
     sizes = (2**14, 2**29, 2**30, 2**36)

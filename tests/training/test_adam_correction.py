@@ -281,7 +281,7 @@ def test_it_is_on_if_adam_trains_and_models_are_averaged(
 
     for found, strategy in run(worker, workers=2):
         assert found == active
-        assert ("outer_gain=0.5" in strategy) == (active and text == "streaming")
+        assert ("outer_gain='lookahead'" in strategy) == (active and text == "streaming")
 
 
 @pytest.mark.parametrize(

@@ -128,12 +128,7 @@ class Averager(Flow):
         self.state = AveragerState(
             [space.P for space in self.spaces if space.P is not None],
             [space.v for space in self.spaces if space.v is not None],
-            [
-                error
-                for s in self.spaces
-                for error in (s.stream.errors, s.error)
-                if error is not None
-            ],
+            [e for s in self.spaces for e in (s.stream.errors, s.error) if e is not None],
             view,
             Sizer(len(self.parts), bound=self.averages.bound),
             launch_step=worker.step,
@@ -378,7 +373,8 @@ class Averager(Flow):
         """Return the outer step of each part."""
         outer, view = self.averages.outer, self.state.view
         if not (self.averages.error_feedback and outer.momentum):
-            return [OuterStep(outer.momentum, outer.lr, outer.lr * outer.momentum)] * len(parts)
+            lr = outer.lr(view.size) if callable(outer.lr) else outer.lr
+            return [OuterStep(outer.momentum, lr, lr * outer.momentum)] * len(parts)
         steps = [self.strategy.outer_step(view, part.index, votes) for part in parts]
         return [OuterStep(momentum, 1.0, lookahead) for momentum, lookahead in steps]
 

@@ -19,11 +19,11 @@ class Outer:
         P ← P + η·(D + μ·v)
 
     Attributes:
-        lr: Outer learning rate η > 0.
+        lr: Outer learning rate η > 0, or a function that computes it from the number of workers.
         momentum: Outer momentum μ ≥ 0. The velocity v is stored only if μ > 0.
     """
 
-    lr: float = 1.0
+    lr: float | Callable[[int], float] = 1.0
     momentum: float = 0.0
 
     @property

@@ -26,7 +26,8 @@ _USUAL_PARTS = 16
 _MOST_PARTS = 1024
 
 _PATIENCE = 0.05
-_GAIN_WITH_ADAM = 0.5  # of 0.25, 0.5, 0.7 and 1 it ended best
+_LEAST_GAIN = 0.5  # with four workers it ended best of 0.25, 0.5, 0.7 and 1
+_LONGEST_STEP = 4.0  # of a local step, in steps of a single worker
 _MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
 
 
@@ -74,9 +75,11 @@ class StreamingAveraging(Strategy):
     Shorter local steps also keep the local models close to each other. Other optimizers keep their
     learning rates.
 
-    With ``adam_correction`` of ``attach`` the opposite ends better: G = ½, and each local step is
-    1/G = 2 times as long. P moves as far as with G = 1. This is the outer step of Lookahead (Zhang
-    et al., 2019), and there is no v: Δ = G·D. A single worker has no gain.
+    With ``adam_correction`` of ``attach`` the opposite ends better: G = "lookahead". This is ½ with
+    up to 4 workers, √N/4 with up to 16, and 1 with more or with one. Each local step is 1/G times
+    as long, so P moves as far as with G = 1. The correction also lengthens it, by √N at most, so
+    both lengthen it 4 times at most with up to 16 workers. This is the outer step of Lookahead
+    (Zhang et al., 2019), and there is no v: Δ = G·D.
 
     ``schedule="eager"``: the parts take turns. A *message* contains the updates of one or several
     parts, and each worker has at most one message in flight. The message lands at the end of the
@@ -103,10 +106,11 @@ class StreamingAveraging(Strategy):
         patience: Largest share of the training time (0 to 0.5) for which a worker waits for
             messages that are about to arrive, at most one step each. 0: it waits only if its
             staleness is τ. Requires the eager schedule.
-        outer_gain: G ≥ 0.1, or "auto": ½ with ``adam_correction``, which already makes up for the
-            shorter mean; otherwise the formula of G ≥ 1. A G below 1 multiplies the learning rates
-            of SGD and of a corrected Adam by 1/G; with other optimizers P moves less. A fixed G
-            above 1 changes no learning rate. Up to 1 there is no v.
+        outer_gain: G ≥ 0.1, or "lookahead", or "auto": "lookahead" with ``adam_correction``, which
+            already makes up for the shorter mean; otherwise the formula of G ≥ 1. A G below 1
+            multiplies the learning rates of SGD and of a corrected Adam by 1/G; with other
+            optimizers P moves less. A fixed G above 1 changes no learning rate. Up to 1 there is
+            no v.
         stored: Dtype of P: "float32" (float64 for such a model), or "bfloat16", which takes half
             the memory (docs/quantization.md has the cost) and requires ``outer_gain=1``. With
             "host", P and v of a model on a GPU are in page-locked memory of the host, with the same
@@ -134,7 +138,7 @@ class StreamingAveraging(Strategy):
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"
     patience: float = setting(_PATIENCE, least=0, most=0.5)
-    outer_gain: float | Literal["auto"] = setting("auto", least=0.1)
+    outer_gain: float | Literal["auto", "lookahead"] = setting("auto", least=0.1)
     stored: Literal["float32", "bfloat16", "host"] = "float32"
 
     def __post_init__(self) -> None:
@@ -169,19 +173,30 @@ class StreamingAveraging(Strategy):
             lands="arrived" if self.schedule == "eager" else self.staleness // 2,
             bound=self.staleness,
             patience=self.patience,
-            # With any momentum above 0, ``outer_step`` is called and replaces this value.
-            outer=Outer(momentum=1.0) if self._lengthens else Outer(float(self.outer_gain)),
+            outer=self._outer,
             stored=self.stored,
             error_feedback=True,
         )
 
     @property
-    def _lengthens(self) -> bool:
-        return self.outer_gain == "auto" or self.outer_gain > 1
+    def _outer(self) -> Outer:
+        if self.outer_gain == "lookahead":
+            return Outer(self._gain)
+        if self.outer_gain == "auto" or self.outer_gain > 1:
+            return Outer(momentum=1.0)  # any momentum above 0: ``outer_step`` is called
+        return Outer(float(self.outer_gain))
+
+    def _gain(self, workers: int) -> float:
+        """Return G, unless it is automatic. A single worker takes no outer step."""
+        if workers == 1 or self.outer_gain == "auto":
+            return 1.0
+        if self.outer_gain == "lookahead":
+            return min(max(math.sqrt(workers) / _LONGEST_STEP, _LEAST_GAIN), 1.0)
+        return float(self.outer_gain)
 
     @override
     def with_adam_correction(self) -> "StreamingAveraging":
-        return replace(self, outer_gain=_GAIN_WITH_ADAM) if self.outer_gain == "auto" else self
+        return replace(self, outer_gain="lookahead") if self.outer_gain == "auto" else self
 
     @staticmethod
     def _auto_parts(model_bytes: int) -> int:
@@ -195,8 +210,7 @@ class StreamingAveraging(Strategy):
 
     @override
     def state(self, worker: WorkerView) -> StreamingState:
-        if self.outer_gain != "auto" and worker.size > 1:  # a single worker takes no outer step
-            worker.lr_factor = 1 / min(self.outer_gain, 1.0)
+        worker.lr_factor = 1 / min(self._gain(worker.size), 1.0)
         return StreamingState([float(worker.start_step)] * worker.count)
 
     @override
@@ -222,7 +236,7 @@ class StreamingAveraging(Strategy):
         state: StreamingState = worker.state
         steps, sent, mean = sums.votes
         if self.outer_gain != "auto":
-            state.gain = self.outer_gain
+            state.gain = self._gain(worker.size)
         elif mean > 0:
             state.gain = min(max(math.sqrt(sent / mean), 1.0), math.sqrt(worker.size))
         # No worker steps in the last message of a barrier, and before the first message.
@@ -237,8 +251,7 @@ class StreamingAveraging(Strategy):
     def after_step(self, worker: WorkerView) -> None:
         """With the automatic G, set ``lr_factor`` to 1/√G, with G of this worker's updates."""
         auto = self.outer_gain == "auto"
-        gain = worker.state.gain if auto or worker.size == 1 else self.outer_gain
-        worker.details.update(outer_gain=gain)
+        worker.details.update(outer_gain=worker.state.gain if auto else self._gain(worker.size))
         if auto:
             sent, mean = worker.squares
             worker.lr_factor = 1.0
