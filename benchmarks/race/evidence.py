@@ -39,15 +39,14 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
     found = {"What to expect": tables.expectations(folder)}
     for workload, name in WORKLOADS.items():
         found[name] = tables.links(workload, folder)
-        found[f"{name}, real processes"] = tables.real(workload, folder)
     found |= {
         "From fast to slow links": tables.sweep(folder),
         "Seeds that were not used before": tables.ten(folder),
         "Sixteen workers and uneven links": tables.elsewhere(folder),
         "Other trainings": tables.features(folder),
+        "Real processes": tables.real(folder),
         "Skewed labels": tables.skewed(folder),
         "Uneven machines": tables.uneven(folder),
-        "A worker dies, another one joins": tables.elastic(folder),
     }
     return {section: table for section, table in found.items() if table.count("\n") > 1}
 
@@ -60,6 +59,7 @@ def headline(folder: Path = RESULTS) -> dict[str, str]:
     found["Seeds that were not used before"] = tables.fresh(folder)
     found["Longer steps of Adam"] = tables.adam(folder)
     found["Many workers"] = tables.many(folder)
+    found["A worker dies, another one joins"] = tables.elastic(folder)
     return {section: table for section, table in found.items() if table.count("\n") > 1}
 
 

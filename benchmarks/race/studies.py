@@ -4,16 +4,16 @@ A *cell* is one workload on one network. Its results are in ``results/race-CELL.
 is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
 
 - ``headline``: every method tuned with the same number of trials, five seeds, in virtual time. A
-  method runs with the settings that gain 90 % of what the ideal gains first, and with those that
-  gain 98 % first.
-- ``fresh``: the ideal, the default settings and the best others of ``headline``, with five further
+  method runs with its settings that are first to 90 % of the ideal's gain, and with those that are
+  first to 98 %.
+- ``fresh``: the ideal, the default settings and four others of ``headline``, with five further
   seeds, on which nothing was developed.
 - ``elsewhere``: the same methods with the settings that ``headline`` chose, and the default
   settings, in virtual time: with 16 workers, at the chosen rates and at twice these; and on uneven
   links, where one of the workers has a fifth of the bandwidth, also with the settings that were
   chosen for links that are all as slow as this one.
-- ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
-  shaped links.
+- ``real``: the main methods with the settings that ``headline`` chose, and the default settings,
+  on real processes behind shaped links.
 - ``sweep``: streaming averaging with default settings on links from fast to slow, with 4 and with
   16 workers, in virtual time. The ideal, which is the same on all links, runs on the first.
 - ``parts``: streaming averaging with other settings, at the rate that ``headline`` chose.
@@ -21,7 +21,7 @@ is the reference ``ideal``, BSP on an infinitely fast network. The studies are:
   take equally many steps, so more workers see more samples.
 - ``many``: streaming averaging with 16, 64 and 256 workers, on a slow and a very fast link. The
   workers of a node share its link.
-- ``adam``: strategies with and without longer steps of Adam.
+- ``adam``: strategies with ``--adam-correction`` on and off.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others. The
   settings are the defaults.
 - ``stored``: streaming averaging with the global model in float32 and in bfloat16, not tuned.
@@ -42,7 +42,6 @@ from typing import Any
 from benchmarks.harness import RESULTS
 from benchmarks.race.slowdown import fastest
 from offbeat.simulate import Compute, Network
-from offbeat.strategies.registry import parse_strategy
 from offbeat.units import to_bandwidth
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.runners import Runner, ShapedLinks, VirtualCluster
@@ -54,10 +53,10 @@ from offbeat_lab.timing.padding import parse_slow
 WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 32, 20, 0.05
 FAST, GOOD = 0.9, 0.98
 """Shares of the ideal's improvement to which slowdowns are shown. Tuning chooses by both."""
-REAL_STEP_SECONDS = 0.05
+REAL_STEP_SECONDS = 0.1
 """Time up to which real workers sleep in each step. It is longer than their computing."""
-MAX_SECONDS = 60.0
-"""Time limit of a run on real processes, more than twice what the ideal takes."""
+MAX_SECONDS = 120.0
+"""Time limit of a run of ``real``, more than three times what the ideal takes."""
 NEAR, FAR = "100us", "30ms"
 """Latencies of the links."""
 LINKS = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "10Mbit/s")
@@ -123,11 +122,7 @@ HEADLINE = (
 )
 """Methods of ``headline``. ``bsp --wire float32`` is DDP with all gradients in one bucket."""
 REAL = ("ideal", "streaming", "async", "selsync", DILOCO, "local", "bsp", "bsp --wire float32")
-"""Methods of ``real``."""
-PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
-"""Method of ``headline`` → torch's own code for it, which runs in its place on real processes."""
-LEAST_PERIOD = 2
-"""Least period of ``torch:postlocal``."""
+"""Methods of ``real``. Torch's own DDP runs in the place of the last one."""
 PARTS = (
     *("streaming", "streaming:outer_gain=1", "streaming:outer_gain=2"),
     *("streaming --wire int4", "streaming --wire int8", "streaming --wire float32"),
@@ -256,7 +251,7 @@ class Cell:
         """Number of seeds."""
         if self.workers >= 64:  # a run takes many minutes
             return 1
-        return 5 if self.study in ("headline", "fresh", "real") else 3
+        return 5 if self.study in ("headline", "fresh") else 3
 
     @property
     def trials(self) -> int | None:
@@ -315,7 +310,9 @@ class Cell:
         if self.study == "parts":
             rate = _rate(chosen["streaming"])
             return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]
-        return [_real(method, chosen[method]) for method in REAL]
+        *real, ddp = [chosen[method] for method in REAL]
+        labels = [*(job.label for job in real), "torch:ddp" + _rate(ddp), default.label]
+        return list(dict.fromkeys(labels))
 
     def _chosen(self, folder: Path) -> dict[str, Job]:
         """Return the fast settings of each method of ``headline`` on this link."""
@@ -380,14 +377,6 @@ def at_rate(method: str, rate: float) -> str:
 def _rate(job: Job) -> str:
     """Return the learning-rate factor of a job as an option."""
     return "" if job.lr_scale == 1 else f" --lr-scale {job.lr_scale:g}"
-
-
-def _real(method: str, chosen: Job) -> str:
-    """Return what runs on real processes for a method with chosen settings."""
-    if method not in PEERS:
-        return chosen.label
-    period = getattr(parse_strategy(chosen.strategy), "period", LEAST_PERIOD)
-    return PEERS[method].format(period=max(LEAST_PERIOD, period)) + _rate(chosen)
 
 
 CELLS = (

@@ -33,6 +33,7 @@ from benchmarks.race.studies import (
     GOOD,
     HEADLINE,
     RATES,
+    REAL,
     SWEEP,
     SWEEP_RATES,
     UNCORRECTED,
@@ -64,6 +65,7 @@ NAMES = {
     EAGER: "async, eager",
 }
 """Method as in ``studies`` → its name in tables and figures."""
+BY_DEFAULT = "streaming, default"
 
 
 def cells_of(study: str, workload: str, folder: Path = RESULTS) -> list[Cell]:
@@ -173,17 +175,18 @@ def expectations(folder: Path = RESULTS) -> str:
 
 
 def _verdict(default: Runs, others: Mapping[str, Runs], best: str, ideal: Runs) -> str:
-    """Return the name of the best other method if it gains 90 % before the default.
+    """Return who gains 90 % first: the best other method if its interval is below 0.
 
-    Otherwise return all methods that are level with the default, whose difference of time may be 0,
-    or "default". The numbers are the slowdown of the best other method minus the default's, with
-    the interval of the paired differences: below 0 it is faster.
+    Otherwise return all methods whose interval contains 0, or "default". The intervals are of the
+    slowdown of a method minus the default's, paired by seed. If runs of the default or of the best
+    other method never arrive, they are counted instead.
     """
     gaps = {one: _gap(default, runs, ideal) for one, runs in others.items()}
     gap, name = gaps[best], NAMES[best]
     if gap is None:
-        arrived = [slowdowns(runs, ideal, FAST).count(None) for runs in (default, others[best])]
-        return f"default {arrived[0]}, {name} {arrived[1]} do not arrive"
+        late, other = (slowdowns(runs, ideal, FAST).count(None) for runs in (default, others[best]))
+        first = f"{name}; " if late > other else "default; " if late < other else ""
+        return f"{first}{late} default and {other} {name} of {len(default)} runs never arrive"
     if gap.high < 0:
         return f"{name}: {_interval(gap, 2)}"
     level = [NAMES[one] for one, gap in gaps.items() if gap and gap.low <= 0 <= gap.high]
@@ -258,12 +261,15 @@ def tuned(workload: str, folder: Path = RESULTS) -> str:
 
 
 def elsewhere(folder: Path = RESULTS) -> str:
-    """Return the table of ``elsewhere``: each method with the settings that are faster to 90 %."""
+    """Return the table of ``elsewhere``.
+
+    Methods have their settings that are faster to 90 %, and the ideal those that end better.
+    """
     columns = {}
     for workload, name in TRAININGS.items():
         for cell in cells_of("elsewhere", workload, folder):
             found, labels = runs_of(cell, folder), cell.methods(folder)
-            names = [*(NAMES[method] for method in HEADLINE), "streaming, default"]
+            names = [*(NAMES[method] for method in HEADLINE), BY_DEFAULT]
             where = "uneven links" if cell.uneven_links else f"{cell.workers} workers"
             ideal = best_of([found[label] for label in labels[:: len(names)]])
 
@@ -283,7 +289,7 @@ def fresh(folder: Path = RESULTS) -> str:
     for workload, name in TRAININGS.items():
         for cell in cells_of("fresh", workload, folder):
             default, ideal, *others = runs_of(cell, folder).values()
-            names = ["ideal", "streaming, default", *(NAMES[method] for method in FRESH[1:])]
+            names = ["ideal", BY_DEFAULT, *(NAMES[method] for method in FRESH[1:])]
             columns[f"{name}, {cell.link}"] = dict(
                 zip(names, (ideal, default, *others), strict=True)
             )
@@ -319,27 +325,27 @@ def _interval(one: Interval, digits: int) -> str:
     return f"{one.mean:+.{digits}f} [{one.low:+.{digits}f}, {one.high:+.{digits}f}]"
 
 
-def real(workload: str, folder: Path = RESULTS) -> str:
-    """Return the table of the chosen settings on real processes.
+def real(folder: Path = RESULTS) -> str:
+    """Return the table of the chosen settings on real processes, with two columns for each link.
 
-    The last columns are the mean duration of a step, and the share of steps whose computing took
-    longer than the time to which steps are padded.
+    *a step* is the mean duration of a step divided by the ideal's.
     """
-    lines = _heading(
-        *("workers", "link", "method", "half-way", "90 %", "98 %", "end", "end − ideal"),
-        *("a step", "late"),
-    )
-    for cell in cells_of("real", workload, folder):
-        found = runs_of(cell, folder)
-        ideal = next(runs for label, runs in found.items() if label.startswith("ideal"))
-        for label, runs in found.items():
-            step, late = (
-                statistics.fmean(getattr(run, name) for run in runs.values())
-                for name in ("mean_step_seconds", "late_share")
-            )
-            row = _row(f"{cell.workers} | {cell.bandwidth}", f"`{label}`", None, runs, ideal)
-            lines.append(f"{row} {1000 * step:.0f} ms | {100 * late:.0f} % |")
-    return "\n".join(lines)
+    names = [*(NAMES[method] for method in REAL), BY_DEFAULT]
+    rows: dict[str, list[str]] = {name: [] for name in names}
+    columns = []
+    for workload, training in TRAININGS.items():
+        for cell in cells_of("real", workload, folder):
+            found = dict(zip(names, runs_of(cell, folder).values(), strict=False))
+            found.setdefault(BY_DEFAULT, found["streaming"])  # the chosen settings are the default
+            columns += [f"{training}, {cell.link}", "a step"]
+            for name, runs in found.items():
+                together = pairs(runs, found["ideal"])
+                steps = [run.mean_step_seconds / best.mean_step_seconds for run, best in together]
+                time, difference = _time_and_end(runs, found["ideal"])
+                shown = end(runs) if name == "ideal" else f"{time}; {difference}"
+                rows[name] += [shown, summary(steps)]
+    lines = [f"| {' | '.join([name, *cells])} |" for name, cells in rows.items()]
+    return "\n".join([*_heading("method", *columns), *lines] if columns else [])
 
 
 def steps_to_send(cell: Cell, runs: Runs) -> float:

@@ -214,9 +214,13 @@ def test_a_method_that_does_not_always_arrive_has_no_difference_of_time() -> Non
     ideal = {seed: result("ideal", CURVE, seed=seed) for seed in range(3)}
     late = {seed: result("bsp", [(s, m - 0.1) for s, m in CURVE], seed=seed) for seed in ideal}
     late[0] = ideal[0]
-    for default, other, missing in ((ideal, late, (0, 2)), (late, ideal, (2, 0))):
-        found = tables._verdict(default, {tables.DDP: other}, tables.DDP, ideal)
-        assert found == f"default {missing[0]}, DDP {missing[1]} do not arrive"
+    cases = {
+        "default; 0 default and 2 DDP of 3 runs never arrive": (ideal, late),
+        "DDP; 2 default and 0 DDP of 3 runs never arrive": (late, ideal),
+        "2 default and 2 DDP of 3 runs never arrive": (late, late),
+    }
+    for text, (default, other) in cases.items():
+        assert tables._verdict(default, {tables.DDP: other}, tables.DDP, ideal) == text
 
 
 def test_a_section_without_a_table_is_refused(folder: Path) -> None:
@@ -243,11 +247,11 @@ def test_the_table_of_the_readme_is_that_of_its_results() -> None:
     lines = (RESULTS / "readme-digits.jsonl").read_text(encoding="utf-8").splitlines()
     runs: dict[str, list[dict[str, Any]]] = {}
     for one in map(json.loads, lines):
-        runs.setdefault(one["strategy"], []).append(one)
+        runs.setdefault(one["label"], []).append(one)
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(runs) == 6
-    for strategy, of in runs.items():
-        (line,) = (one for one in page.splitlines() if one.startswith(f"| `{strategy}`"))
+    assert len(runs) == 7
+    for label, of in runs.items():
+        (line,) = (one for one in page.splitlines() if one.startswith(f"| `{label}`"))
         shown = []
         for name, form in (("time_to_target_seconds", ".1f"), ("final", ".4f")):
             low, middle, high = (format(one, form) for one in sorted(run[name] for run in of))
