@@ -214,13 +214,10 @@ def test_a_method_that_does_not_always_arrive_has_no_difference_of_time() -> Non
     ideal = {seed: result("ideal", CURVE, seed=seed) for seed in range(3)}
     late = {seed: result("bsp", [(s, m - 0.1) for s, m in CURVE], seed=seed) for seed in ideal}
     late[0] = ideal[0]
-    cases = {
-        "default; 0 default and 2 DDP of 3 runs never arrive": (ideal, late),
-        "DDP; 2 default and 0 DDP of 3 runs never arrive": (late, ideal),
-        "2 default and 2 DDP of 3 runs never arrive": (late, late),
-    }
-    for text, (default, other) in cases.items():
-        assert tables._verdict(default, {tables.DDP: other}, tables.DDP, ideal) == text
+    cases = ("default; 0 default and 2", ideal, late), ("DDP; 2 default and 0", late, ideal)
+    for text, default, other in cases:
+        found = tables._verdict(default, {tables.DDP: other}, tables.DDP, ideal)
+        assert found == f"{text} DDP of 3 runs never arrive"
 
 
 def test_a_section_without_a_table_is_refused(folder: Path) -> None:
@@ -244,9 +241,8 @@ def test_the_pages_match_the_results() -> None:
 
 def test_the_table_of_the_readme_is_that_of_its_results() -> None:
     """Medians of the three seeds with their range, of the lines of the file themselves."""
-    lines = (RESULTS / "readme-digits.jsonl").read_text(encoding="utf-8").splitlines()
     runs: dict[str, list[dict[str, Any]]] = {}
-    for one in map(json.loads, lines):
+    for one in map(json.loads, (RESULTS / "readme-digits.jsonl").read_text("utf-8").splitlines()):
         runs.setdefault(one["label"], []).append(one)
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(runs) == 7

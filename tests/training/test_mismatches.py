@@ -201,8 +201,8 @@ def test_a_consensus_on_one_rank_is_named_at_the_end(
     """The others end training first, and it would then go on alone without an error."""
     for kinds, text in run(shown_on_rank_0, strategy, workers=3):
         assert kinds[0] == "MismatchError", text
-        assert "rank 0 is in consensus() after step 3, rank 1 is in finish() after step 6" in text
-        assert "call consensus() on every rank" in text
+        assert "rank 0 is in consensus() after step 3, rank " in text  # 1 or 2
+        assert " is in finish() after step 6: call consensus() on every rank" in text
 
 
 def ends_early(rank: int, size: int, early: bool) -> Any:
